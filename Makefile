@@ -47,6 +47,7 @@ test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 	$(BIN)/python -m pytest -m "not slow and not multiprocess" $(PYTEST_ARGS)
 
 demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form
+	@if [ -f examples/smollm2/prepare.py ]; then HF_HUB_OFFLINE=1 $(BIN)/python examples/smollm2/prepare.py; fi
 	HF_HUB_OFFLINE=1 $(BIN)/silverspoon-kd train $(DEMO_CONFIG)
 
 format: $(INSTALLED) ## Rewrite the sources in the project's format
