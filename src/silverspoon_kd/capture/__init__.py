@@ -1,0 +1,23 @@
+"""Activations of a model by module name, through any wrapper."""
+
+from silverspoon_kd.capture.inputs import LABEL_KEYS, InputView
+from silverspoon_kd.capture.names import base_of, clean_name, find_module, is_peft_model, named_modules, parameter_names
+from silverspoon_kd.capture.selectors import Selector, select, select_logits
+from silverspoon_kd.capture.session import Capture, Tap, Trace
+
+__all__ = [
+    "LABEL_KEYS",
+    "Capture",
+    "InputView",
+    "Selector",
+    "Tap",
+    "Trace",
+    "base_of",
+    "clean_name",
+    "find_module",
+    "is_peft_model",
+    "named_modules",
+    "parameter_names",
+    "select",
+    "select_logits",
+]

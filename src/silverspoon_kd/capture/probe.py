@@ -1,0 +1,86 @@
+"""A forward without data and without arithmetic: shapes, and which parameters are used."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from silverspoon_kd.capture.names import base_of
+from silverspoon_kd.tree import map_tensors
+
+logger = logging.getLogger(__name__)
+
+
+def example_inputs(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return a tiny batch for a transformers model of text or images, None where none can be made from its config."""
+    base = base_of(model)
+    config, main = getattr(base, "config", None), getattr(base, "main_input_name", None)
+    if config is None or main is None:
+        return None
+    if main == "input_ids":
+        return dict(base.dummy_inputs)  # type: ignore[arg-type]
+    if main == "pixel_values":
+        size = getattr(config, "image_size", None) or 64
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width)}
+    return None
+
+
+def probe(
+    model: nn.Module, inputs: Mapping[str, Any], call: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, dict[str, Tensor]]:
+    """Run one forward of ``model`` in evaluation mode on fake tensors, or on the real ones where that is impossible.
+
+    Fake tensors have shapes and an autograd graph and cost no memory; models whose path depends on values (some routers
+    of mixtures of experts) are run for real, on the same tiny inputs.
+
+    Args:
+        model: left as it is.
+        inputs: keyword arguments of its forward, real tensors.
+        call: is given the forward as a function and returns what is wanted of it.
+
+    Returns:
+        What ``call`` returned, and the tensor that stood for each parameter by name.
+    """
+    with _evaluating(model):
+        try:
+            return _fake(model, inputs, call)
+        except Exception as error:
+            logger.debug("A forward on fake tensors is not possible for %s: %s", type(model).__name__, error)
+        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        with torch.random.fork_rng(devices=[]):
+            moved = map_tensors(lambda tensor: tensor.to(device), dict(inputs))
+            return call(lambda: model(**moved)), dict(model.named_parameters())
+
+
+def _fake(
+    model: nn.Module, inputs: Mapping[str, Any], call: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, dict[str, Tensor]]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    parameters: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in model.named_parameters()}
+    buffers = {name: mode.from_tensor(tensor) for name, tensor in model.named_buffers()}
+    fake_inputs = map_tensors(lambda tensor: mode.from_tensor(tensor.to(device)), dict(inputs))
+
+    def forward() -> Any:
+        with mode:
+            return functional_call(model, {**parameters, **buffers}, (), fake_inputs)
+
+    return call(forward), parameters
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout and running statistics off and put each module's own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

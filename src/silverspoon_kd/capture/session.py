@@ -1,0 +1,210 @@
+"""Hooks on one model for one forward: what to record, what to replace, and where to stop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from silverspoon_kd.capture.names import base_of, find_module, named_modules
+from silverspoon_kd.capture.selectors import Selector, select
+from silverspoon_kd.errors import AlignmentError, TrainingError
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One activation: what a module (by clean name; "" is the whole model) takes in or gives out."""
+
+    module: str
+    side: Literal["input", "output"] = "output"
+    selector: Selector = None
+
+
+@dataclass
+class Trace:
+    """What the first forward showed: how often each tapped module runs, and which module runs once all are done."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    stop_before: str | None = None
+    learned: bool = False
+
+
+class _StopForwardError(Exception):
+    """Ends a forward whose remaining modules nobody needs."""
+
+
+class Capture:
+    """Record the taps of one forward.
+
+    Hooks are registered here, at the forward and not at set-up, so that they run after those of any wrapper: FSDP and
+    ZeRO-3 replace a module's output to hang their own step on it. A module that runs several times in one forward
+    (ALBERT's shared layer) is recorded at its last run.
+
+    Args:
+        model: the model, wrapped inside or not.
+        taps: what to record.
+        trace: filled in by the first run and used by the later ones of the same model.
+        substitute: for module names, a function of the module's incoming hidden states that gives what it shall
+            compute on instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        taps: Sequence[Tap],
+        trace: Trace,
+        substitute: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    ) -> None:
+        self.values: dict[Tap, Tensor] = {}
+        self._model, self._taps, self._trace = model, [tap for tap in taps if tap.module], trace
+        self._root_taps = [tap for tap in taps if not tap.module]
+        self._substitute = substitute or {}
+        self._counts: dict[str, int] = {}
+        self._recording = False
+
+    def run(self, call: Callable[[], Any], *, may_stop: bool) -> tuple[Any, list[RemovableHandle]]:
+        """Run ``call`` (a forward of the model) and record.
+
+        Returns:
+            What ``call`` returned (None if the rest of the forward was not needed and ``may_stop``), and the handles of
+            the substitutions. The caller removes these after the backward: recomputation under activation
+            checkpointing must see the same inputs.
+
+        Raises:
+            TrainingError: a tapped module did not run.
+        """
+        kept: list[RemovableHandle] = []
+        with ExitStack() as stack:
+            for name, replace in self._substitute.items():
+                hook = _substitution(replace, name)
+                kept.append(find_module(self._model, name).register_forward_pre_hook(hook, with_kwargs=True))
+            stack.callback(self._end)
+            self._hook_taps(stack)
+            order = self._watch(stack) if not self._trace.learned else []
+            if may_stop and self._trace.stop_before is not None and not self._root_taps:
+                self._hook_stop(stack, self._trace.stop_before)
+            self._recording = True
+            try:
+                output = call()
+            except _StopForwardError:
+                output = None
+            except BaseException:
+                for handle in kept:
+                    handle.remove()
+                raise
+        for tap in self._root_taps:
+            self.values[tap] = select(output, tap.selector, "the model")
+        self._check_complete()
+        self._learn(order)
+        return output, kept
+
+    def _end(self) -> None:
+        self._recording = False
+
+    def _hook_taps(self, stack: ExitStack) -> None:
+        by_module: dict[str, list[Tap]] = {}
+        for tap in self._taps:
+            by_module.setdefault(tap.module, []).append(tap)
+        for name, taps in by_module.items():
+            module = find_module(self._model, name)
+            inputs = [tap for tap in taps if tap.side == "input"]
+            if inputs:
+                handle = module.register_forward_pre_hook(self._record_input(inputs), with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.callback(module.register_forward_hook(self._record_output(name, taps)).remove)
+
+    def _record_input(self, taps: Sequence[Tap]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if self._recording:
+                for tap in taps:
+                    _, _, self.values[tap] = _hidden_argument(args, kwargs, tap.module)
+
+        return hook
+
+    def _record_output(self, name: str, taps: Sequence[Tap]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            if not self._recording:
+                return
+            self._counts[name] = self._counts.get(name, 0) + 1
+            for tap in taps:
+                if tap.side == "output":
+                    self.values[tap] = select(output, tap.selector, f"module {name!r}")
+
+        return hook
+
+    def _complete(self) -> bool:
+        return all(self._counts.get(tap.module, 0) >= self._trace.calls.get(tap.module, 1) for tap in self._taps)
+
+    def _hook_stop(self, stack: ExitStack, name: str) -> None:
+        # An exception must not fly through a checkpointed forward, which could not be recomputed then.
+        parts = name.split(".")
+        parents = (find_module(self._model, ".".join(parts[:depth])) for depth in range(1, len(parts)))
+        if any(_is_checkpointed_layer(parent) for parent in parents):
+            return
+
+        def stop(module: nn.Module, args: tuple) -> None:
+            if self._recording and self._complete():
+                raise _StopForwardError
+
+        stack.callback(find_module(self._model, name).register_forward_pre_hook(stop, prepend=True).remove)
+
+    def _watch(self, stack: ExitStack) -> list[tuple[str, int]]:
+        """Note the order in which the model's modules start, with the number of tapped runs finished by then."""
+        names = {id(module): name for name, module in reversed(list(named_modules(self._model)))}
+        order: list[tuple[str, int]] = []
+
+        def note(module: nn.Module, args: tuple) -> None:
+            if id(module) in names:
+                order.append((names[id(module)], sum(self._counts.values())))
+
+        stack.callback(register_module_forward_pre_hook(note).remove)
+        return order
+
+    def _learn(self, order: list[tuple[str, int]]) -> None:
+        if self._trace.learned:
+            return
+        total = sum(self._counts.values())
+        after = [name for name, done in order if done == total]
+        self._trace.calls = dict(self._counts)
+        # A module that started before the last tapped one ended is its parent: only those after it can be left out.
+        self._trace.stop_before = after[0] if after and total else None
+        self._trace.learned = True
+
+    def _check_complete(self) -> None:
+        missing = [tap.module for tap in self._taps if tap not in self.values]
+        if missing:
+            raise TrainingError(
+                f"The aligned module {missing[0]!r} of {type(base_of(self._model)).__name__} did not run in this "
+                "forward, so it can get no loss. Align a module that every batch goes through."
+            )
+
+
+def _is_checkpointed_layer(module: nn.Module) -> bool:
+    """Tell whether this module's own forward is recomputed; a container carries the same flag for its layers."""
+    flagged = module.training and getattr(module, "gradient_checkpointing", False) is True
+    return flagged and not any(isinstance(child, nn.ModuleList) for child in module.children())
+
+
+def _hidden_argument(args: tuple, kwargs: dict, name: str) -> tuple[tuple, dict, Tensor]:
+    """Return the arguments with the hidden states taken out, and the hidden states: the first tensor a block gets."""
+    if args and isinstance(args[0], Tensor):
+        return args[1:], kwargs, args[0]
+    key = "hidden_states" if isinstance(kwargs.get("hidden_states"), Tensor) else None
+    key = key or next((word for word, value in kwargs.items() if isinstance(value, Tensor)), None)
+    if key is None:
+        raise AlignmentError(f"Module {name!r} is called without a tensor, so its input cannot be the teacher's.")
+    return args, {word: value for word, value in kwargs.items() if word != key}, kwargs[key]
+
+
+def _substitution(replace: Callable[[Tensor], Tensor], name: str) -> Callable[..., tuple[tuple, dict]]:
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        _, _, hidden = _hidden_argument(args, kwargs, name)
+        new = replace(hidden)
+        if args and args[0] is hidden:
+            return (new, *args[1:]), kwargs
+        return args, {word: new if value is hidden else value for word, value in kwargs.items()}
+
+    return hook

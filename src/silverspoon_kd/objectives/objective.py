@@ -1,0 +1,157 @@
+"""What the three distillers compute from one batch."""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from silverspoon_kd.alignment import Alignment
+from silverspoon_kd.alignment.alignment import alignment_names
+from silverspoon_kd.capture import Tap, select_logits
+from silverspoon_kd.objectives.positions import Positions
+from silverspoon_kd.objectives.terms import (
+    TeacherSignals,
+    Term,
+    feature_terms,
+    student_output,
+    teacher_input,
+    teacher_output,
+)
+
+
+class Objective(abc.ABC):
+    """How one batch becomes named loss terms. Knows no trainer, no rank and no placement."""
+
+    kind: ClassVar[str]
+    alignments: Sequence[Alignment]
+    names: Sequence[str]
+
+    @property
+    @abc.abstractmethod
+    def student_taps(self) -> list[Tap]:
+        """What is recorded of the student's forward."""
+
+    @property
+    @abc.abstractmethod
+    def teacher_taps(self) -> list[Tap]:
+        """What is needed of the teacher's forward, in the order in which it is taken."""
+
+    @abc.abstractmethod
+    def substitutions(
+        self, signals: TeacherSignals, projectors: nn.ModuleList
+    ) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Return, by student module, what replaces the hidden states it would take in."""
+
+    @abc.abstractmethod
+    def terms(
+        self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
+    ) -> list[Term]:
+        """Return the loss terms of a batch from the recorded student values."""
+
+
+class ResponseObjective(Objective):
+    """The student's logits learn from the teacher's (Hinton et al., "Distilling the Knowledge in a Neural Network")."""
+
+    kind = "response_based"
+
+    def __init__(self, alignment: Alignment) -> None:
+        self.alignments, self.names = [alignment], ["logits"]
+
+    @property
+    def student_taps(self) -> list[Tap]:
+        return [student_output(self.alignments[0])]
+
+    @property
+    def teacher_taps(self) -> list[Tap]:
+        return [teacher_output(self.alignments[0])]
+
+    def substitutions(
+        self, signals: TeacherSignals, projectors: nn.ModuleList
+    ) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {}
+
+    def terms(
+        self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
+    ) -> list[Term]:
+        return feature_terms(self.alignments, self.names, values, signals, projectors, positions)
+
+
+class HolisticObjective(Objective):
+    """All aligned modules learn together in the student's own forward; gradients flow through the whole student."""
+
+    kind = "holistic"
+
+    def __init__(self, alignments: Sequence[Alignment]) -> None:
+        self.alignments, self.names = list(alignments), alignment_names(alignments)
+
+    @property
+    def student_taps(self) -> list[Tap]:
+        return _unique(map(student_output, self.alignments))
+
+    @property
+    def teacher_taps(self) -> list[Tap]:
+        return _unique(map(teacher_output, self.alignments))
+
+    def substitutions(
+        self, signals: TeacherSignals, projectors: nn.ModuleList
+    ) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {}
+
+    def terms(
+        self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
+    ) -> list[Term]:
+        return feature_terms(self.alignments, self.names, values, signals, projectors, positions)
+
+
+class BlockwiseObjective(Objective):
+    """Each aligned block learns alone, from the teacher's input to its block, in one forward of the whole student.
+
+    The block's incoming hidden states are replaced by the teacher's (detached, through the input projector), so the
+    gradient ends at the block; masks, positions and caches stay the student's own.
+    """
+
+    kind = "blockwise"
+
+    def __init__(self, alignments: Sequence[Alignment]) -> None:
+        self.alignments, self.names = list(alignments), alignment_names(alignments)
+
+    @property
+    def student_taps(self) -> list[Tap]:
+        return _unique(map(student_output, self.alignments))
+
+    @property
+    def teacher_taps(self) -> list[Tap]:
+        return _unique(tap for each in self.alignments for tap in (teacher_input(each), teacher_output(each)))
+
+    def substitutions(
+        self, signals: TeacherSignals, projectors: nn.ModuleList
+    ) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {
+            alignment.student_module_name: _teacher_input_for(alignment, signals, projector)
+            for alignment, projector in zip(self.alignments, projectors, strict=True)
+        }
+
+    def terms(
+        self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
+    ) -> list[Term]:
+        return feature_terms(self.alignments, self.names, values, signals, projectors, positions)
+
+
+def logits_alignment(loss: object, loss_kwargs: Mapping[str, object] | None) -> Alignment:
+    """Return the alignment of the two models' logits."""
+    return Alignment("", "", select_logits, select_logits, loss_function=loss, loss_function_kwargs=loss_kwargs)  # type: ignore[arg-type]
+
+
+def _teacher_input_for(
+    alignment: Alignment, signals: TeacherSignals, projector: nn.Module
+) -> Callable[[Tensor], Tensor]:
+    def replace(hidden: Tensor) -> Tensor:
+        teacher = signals.take(teacher_input(alignment)).detach().to(hidden.device)
+        return projector.project_input(teacher).to(hidden.dtype)  # type: ignore[operator]
+
+    return replace
+
+
+def _unique(taps: object) -> list[Tap]:
+    return list(dict.fromkeys(taps))  # type: ignore[call-overload]

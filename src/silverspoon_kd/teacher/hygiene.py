@@ -1,0 +1,76 @@
+"""A teacher is frozen, in evaluation mode, and stays what it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from silverspoon_kd.capture import base_of, is_peft_model
+from silverspoon_kd.errors import ConfigurationError, TeacherError
+
+
+def freeze_teacher(teacher: nn.Module) -> None:
+    """Switch to evaluation and switch gradients off, also where someone left them on.
+
+    Raises:
+        TeacherError: weights are missing (on the meta device without hooks that bring them).
+    """
+    dispatched = is_self_placed(teacher)
+    meta = [name for name, parameter in teacher.named_parameters() if parameter.is_meta]
+    if meta and not dispatched:
+        raise TeacherError(
+            f"The teacher's weights are not loaded: {meta[0]!r} and {len(meta) - 1} more are on the meta device. Load "
+            "them (from_pretrained) before passing the model, or pass the model id."
+        )
+    teacher.eval()
+    for parameter in teacher.parameters():
+        parameter.requires_grad = False
+
+
+def is_self_placed(teacher: nn.Module) -> bool:
+    """Tell whether the model manages its own devices or cannot be cast: dispatched, offloaded or quantised."""
+    return getattr(teacher, "hf_device_map", None) is not None or bool(getattr(teacher, "is_quantized", False))
+
+
+def place_replicated(teacher: nn.Module, device: torch.device) -> nn.Module:
+    """Move the teacher to ``device`` unless it places itself; its dtype stays as loaded."""
+    return teacher if is_self_placed(teacher) else teacher.to(device)
+
+
+def shares_base(student: nn.Module, teacher: nn.Module) -> bool:
+    """Tell whether the teacher is the PEFT student's own base model, to be used with the adapters off."""
+    return is_peft_model(student) and base_of(teacher) is base_of(student)
+
+
+def check_separate(student: nn.Module, teacher: nn.Module) -> None:
+    """Refuse a teacher that is the student, or that shares parameters with it.
+
+    Raises:
+        ConfigurationError: a parameter belongs to both.
+    """
+    if teacher is student:
+        raise ConfigurationError(
+            "teacher_model and student_model are the same object, so there is nothing to learn and freezing one would "
+            "freeze the other. Load the teacher separately, or pass a PEFT student and its base model."
+        )
+    own = {id(parameter): name for name, parameter in student.named_parameters()}
+    shared = next((own[id(p)] for p in teacher.parameters() if id(p) in own), None)
+    if shared is not None:
+        raise ConfigurationError(
+            f"Teacher and student share the parameter {shared!r}, so it would be frozen and trained at once. Give the "
+            "student its own copy (copy.deepcopy), or pass a PEFT student and its base model."
+        )
+
+
+@contextmanager
+def adapters_off(student: nn.Module) -> Iterator[None]:
+    """Run a PEFT student as its own base model: adapters off, evaluation mode, everything as before afterwards."""
+    training = [module for module in student.modules() if module.training]
+    student.eval()
+    try:
+        with student.disable_adapter():  # type: ignore[operator]
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,45 @@
+"""A teacher from whatever the user gives: a module, a model id or folder, or a callable that builds it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from silverspoon_kd.errors import ConfigurationError, TeacherError
+
+
+def load_model(source: nn.Module | str | Callable[[], nn.Module], role: str) -> nn.Module:
+    """Return the model.
+
+    Args:
+        source: a module, a model id or folder for ``from_pretrained``, or a callable without arguments.
+        role: "teacher" or "student", for messages.
+
+    Raises:
+        ConfigurationError: ``source`` is none of these.
+        TeacherError: loading failed.
+    """
+    if isinstance(source, nn.Module):
+        return source
+    if isinstance(source, str):
+        return _from_pretrained(source, role)
+    if callable(source):
+        model = source()
+        if isinstance(model, nn.Module):
+            return model
+        raise TeacherError(f"The callable given as {role}_model returned a {type(model).__name__}, not a torch module.")
+    raise ConfigurationError(
+        f"{role}_model is a {type(source).__name__}. Pass a torch module, a model id or folder, or a callable that "
+        "builds the module."
+    )
+
+
+def _from_pretrained(name: str, role: str) -> nn.Module:
+    import transformers
+
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(name)
+        build = getattr(transformers, (config.architectures or [""])[0] or "", transformers.AutoModelForCausalLM)
+        return build.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise TeacherError(f"The {role} {name!r} cannot be loaded: {error}") from error

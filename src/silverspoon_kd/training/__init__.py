@@ -1,0 +1,1 @@
+"""Distillers on the Trainer of transformers."""

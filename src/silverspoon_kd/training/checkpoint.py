@@ -1,0 +1,248 @@
+"""What lies in a checkpoint beside the Trainer's own files, and how a complete one is told from a broken one.
+
+A checkpoint folder is the student as ``save_pretrained`` writes it, ``projectors.safetensors``, and
+``distillation.json``. The last is written when everything else is there, by a rename, and names every file with its
+size: a folder without it, or with other sizes, was not finished and is never resumed from. Nothing in it is ever
+unpickled.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor, nn
+
+from silverspoon_kd.capture import is_peft_model
+from silverspoon_kd.errors import CheckpointError
+from silverspoon_kd.objectives import Objective
+from silverspoon_kd.projectors import describe_projector
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+STATE_FILE = "distillation.json"
+PROJECTORS_FILE = "projectors.safetensors"
+
+
+def save_student(folder: Path, student: nn.Module, state_dict: Mapping[str, Tensor] | None) -> None:
+    """Write the student so that ``from_pretrained`` loads it; a plain module as ``model.safetensors``."""
+    save_pretrained = getattr(student, "save_pretrained", None)
+    if callable(save_pretrained):
+        save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
+    else:
+        safetensors.torch.save_model(student, str(folder / "model.safetensors"))
+
+
+def save_projectors(folder: Path, projectors: nn.ModuleList) -> None:
+    """Write the projectors' weights; no file where there are none."""
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in projectors.state_dict().items()}
+    if weights:
+        safetensors.torch.save_file(weights, folder / PROJECTORS_FILE)
+
+
+def mark_complete(folder: Path, objective: Objective, projectors: nn.ModuleList, extra: Mapping[str, Any]) -> None:
+    """Write ``distillation.json``, which makes the folder a checkpoint."""
+    files = {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in (STATE_FILE, STATE_FILE + ".part")
+    }
+    state = {
+        "format": FORMAT,
+        "distiller": objective.kind,
+        "alignments": describe_alignments(objective, projectors),
+        **extra,
+        "files": files,
+    }
+    part = folder / (STATE_FILE + ".part")
+    part.write_text(json.dumps(state, indent=2) + "\n")
+    os.replace(part, folder / STATE_FILE)
+
+
+def describe_alignments(objective: Objective, projectors: nn.ModuleList) -> list[dict[str, Any]]:
+    """Return the JSON form of the alignments."""
+    rows = []
+    for name, alignment, projector in zip(objective.names, objective.alignments, projectors, strict=True):
+        rows.append(
+            {
+                "name": name,
+                "teacher_module": alignment.teacher_module_name,
+                "student_module": alignment.student_module_name,
+                "loss": alignment.loss.name,
+                "input_projector": describe_projector(projector.input),  # type: ignore[arg-type]
+                "output_projector": describe_projector(projector.output),  # type: ignore[arg-type]
+            }
+        )
+    return rows
+
+
+def check_resumable(folder: Path, objective: Objective, projectors: nn.ModuleList) -> None:
+    """Refuse a checkpoint that this run cannot continue from.
+
+    Raises:
+        CheckpointError: it is not there, incomplete, foreign, without optimizer state, or of other alignments.
+    """
+    state = read_state(folder)
+    saved = [_identity(row) for row in state["alignments"]]
+    own = [_identity(row) for row in describe_alignments(objective, projectors)]
+    if state["distiller"] != objective.kind or saved != own:
+        raise CheckpointError(
+            f"The checkpoint {folder} is of a {state['distiller']} run with {len(saved)} alignments "
+            f"({', '.join(row[0] for row in saved[:4])}...), but this is a {objective.kind} run with {len(own)} "
+            f"({', '.join(row[0] for row in own[:4])}...). Resume with the same alignments, or start a new run from "
+            "its student."
+        )
+    if "trainer_state.json" not in state["files"] or not any(name.startswith("optimizer") for name in state["files"]):
+        raise CheckpointError(
+            f"The checkpoint {folder} has no optimizer state (saved with save_only_model=True, or by save_model), so "
+            "training cannot continue exactly. Start a new run from its student, or save full checkpoints."
+        )
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the content of ``distillation.json`` of a complete checkpoint.
+
+    Raises:
+        CheckpointError: the folder is missing, foreign or incomplete.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no checkpoint folder {folder}.")
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint of this library: it has no {STATE_FILE}, which is written last. "
+            "Resume from an earlier checkpoint."
+        )
+    try:
+        state = json.loads(path.read_text())
+        files, version = state["files"], state["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Resume from an earlier checkpoint.") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has format {version}, but this version reads format {FORMAT}.")
+    for name, size in files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes"
+            raise CheckpointError(
+                f"The checkpoint {folder} is damaged: {name} {what}, but {size} bytes were written. Resume from an "
+                "earlier checkpoint."
+            )
+    return state
+
+
+def last_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest complete checkpoint of a run, and why newer ones were passed over."""
+    numbered = [
+        (int(path.name.rsplit("-", 1)[1]), path)
+        for path in output_dir.glob("checkpoint-*")
+        if path.is_dir() and path.name.rsplit("-", 1)[1].isdigit()
+    ]
+    reasons = []
+    for _, path in sorted(numbered, reverse=True):
+        try:
+            read_state(path)
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return path, reasons
+    return None, reasons
+
+
+def load_student(folder: Path, student: nn.Module) -> None:
+    """Load the student's weights in place.
+
+    Raises:
+        CheckpointError: weights are missing or of another shape.
+    """
+    if is_peft_model(student):
+        _load_adapter(folder, student)
+        return
+    weights = _read_weights(folder)
+    own = student.state_dict()
+    if not weights.keys() <= own.keys() and callable(getattr(student, "save_pretrained", None)):
+        # Some architectures are saved under other names than they have in memory.
+        weights = type(student).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
+    loaded = {own[name].data_ptr() for name in weights if name in own}
+    missing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in loaded]
+    strange = [name for name in weights if name not in own or own[name].shape != weights[name].shape]
+    if missing or strange:
+        raise CheckpointError(
+            f"The weights in {folder} do not fit this student: missing {missing[:3]}, unknown or of another shape "
+            f"{strange[:3]}. Resume with the student of that run."
+        )
+    student.load_state_dict(weights, strict=False)
+
+
+def load_projectors(folder: Path, projectors: nn.ModuleList) -> None:
+    """Load the projectors' weights in place.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    own = projectors.state_dict()
+    path = folder / PROJECTORS_FILE
+    weights = safetensors.torch.load_file(path) if path.is_file() else {}
+    if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
+        raise CheckpointError(
+            f"The projectors in {folder} do not fit this run: it has {sorted(weights)[:4]}, this run {sorted(own)[:4]}."
+        )
+    projectors.load_state_dict(weights)
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["name"], row["teacher_module"], row["student_module"]
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no model.safetensors.")
+    weights: dict[str, Tensor] = {}
+    for path in files:
+        weights.update(safetensors.torch.load_file(path))
+    return weights
+
+
+def _load_adapter(folder: Path, student: nn.Module) -> None:
+    from peft import set_peft_model_state_dict
+
+    name = student.active_adapter
+    path = folder / ("" if name == "default" else str(name)) / "adapter_model.safetensors"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} holds no adapter_model.safetensors for the adapter {name!r}.")
+    set_peft_model_state_dict(student, safetensors.torch.load_file(path), adapter_name=name)
+
+
+def rotate(run_dir: Path, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints beyond ``limit``, never the best one."""
+    from transformers.trainer_utils import rotate_checkpoints
+
+    rotate_checkpoints(output_dir=str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+
+def resume_folder(
+    wish: str | bool | None, output_dir: Path, objective: Objective, projectors: nn.ModuleList
+) -> Path | None:
+    """Return the checkpoint to resume from: the given one, or for True the newest complete one; None for no wish.
+
+    Raises:
+        CheckpointError: there is none, or this run cannot continue from it.
+    """
+    if not wish:
+        return None
+    folder: Path | None = None if wish is True else Path(wish)
+    if folder is None:
+        folder, passed_over = last_complete(output_dir)
+        for reason in passed_over:
+            logger.warning("%s", reason)
+    if folder is None:
+        raise CheckpointError(
+            f"There is no complete checkpoint in {output_dir} to resume from. Start without resume_from_checkpoint."
+        )
+    check_resumable(folder, objective, projectors)
+    return folder

@@ -1,0 +1,104 @@
+"""The arguments as one run uses them: a copy, so that the user's object can serve another distiller."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from silverspoon_kd.errors import ConfigurationError
+from silverspoon_kd.training.arguments import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+def run_arguments(args: TrainingArguments | None, kind: str, student: nn.Module) -> TrainingArguments:
+    """Return a copy of ``args`` for one run of a distiller.
+
+    Raises:
+        ConfigurationError: the arguments are of transformers only, or ask for what cannot work.
+    """
+    if args is None:
+        args = TrainingArguments(output_dir="tmp_trainer")
+    if not isinstance(args, TrainingArguments):
+        raise ConfigurationError(
+            f"args is a {type(args).__module__}.{type(args).__name__}. Use silverspoon_kd.TrainingArguments, which "
+            "takes the same fields."
+        )
+    if args.torch_compile:
+        raise ConfigurationError(
+            "torch_compile=True cannot work with distillation hooks: a compiled graph does not run them. Leave it off."
+        )
+    args = copy.copy(args)
+    args.label_smoothing_factor = 0.0
+    args.max_grad_norm = args.max_grad_norm or 0.0
+    if args.n_gpu > 1:
+        logger.warning(
+            "One process sees %d devices and trains on one. Start with torchrun --nproc_per_node=%d to use all.",
+            args.n_gpu,
+            args.n_gpu,
+        )
+        args._n_gpu = 1
+    if args.backward_per_block:
+        _check_per_block(kind, student)
+        _set_checkpointing(args, True)
+    _leave_reentrant(args)
+    return args
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what the Trainer takes and a distiller cannot use.
+
+    Raises:
+        ConfigurationError: one of them is given.
+    """
+    for name, advice in {
+        "model_init": "Pass the student itself.",
+        "compute_loss_func": "Register the loss with register_loss, or mix the student's own loss in with alpha.",
+    }.items():
+        if arguments.get(name) is not None:
+            raise ConfigurationError(f"{name} is not used by distillers: the root computes every loss. {advice}")
+
+
+def autocast_dtype(args: TrainingArguments) -> torch.dtype | None:
+    """Return the dtype of mixed precision."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
+def student_mode(args: TrainingArguments) -> str:
+    """Return how the student is distributed, in the plan's words."""
+    if args.deepspeed:
+        config = args.hf_deepspeed_config
+        return f"deepspeed-{int(config.get_value('zero_optimization.stage', 0) or 0)}"
+    if args.fsdp:
+        return "fsdp"
+    return "ddp" if args.world_size > 1 else "single"
+
+
+def _check_per_block(kind: str, student: nn.Module) -> None:
+    if kind != "blockwise":
+        raise ConfigurationError(
+            f"backward_per_block=True needs independent blocks, but this is a {kind} run. Use gradient_checkpointing."
+        )
+    if not getattr(student, "supports_gradient_checkpointing", False):
+        raise ConfigurationError(
+            f"backward_per_block=True recomputes each block, which {type(student).__name__} does not support."
+        )
+
+
+def _set_checkpointing(args: TrainingArguments, value: bool) -> None:
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if hasattr(args, name):
+            setattr(args, name, value)
+
+
+def _leave_reentrant(args: TrainingArguments) -> None:
+    """Replace re-entrant checkpointing: what is recorded inside it has no gradient. The numbers are the same."""
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        wishes: dict[str, Any] = dict(getattr(args, name, None) or {})
+        if wishes.get("use_reentrant"):
+            logger.warning("use_reentrant=True hides activations from the losses; use_reentrant=False is used instead.")
+        if hasattr(args, name):
+            setattr(args, name, {**wishes, "use_reentrant": False})

@@ -1,0 +1,406 @@
+"""The Trainer that distils: thin overrides around one wrapped forward."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import EvalLoopOutput
+
+from silverspoon_kd.capture import Trace
+from silverspoon_kd.distributed import resolve_plan
+from silverspoon_kd.errors import TrainingError
+from silverspoon_kd.objectives import Counts, Objective, positions_of
+from silverspoon_kd.optim import (
+    STUDENT_GROUP,
+    build_optimizer,
+    build_parameter_groups,
+    clip_gradients,
+    per_group_schedule,
+)
+from silverspoon_kd.student import StepOptions, only_trainable
+from silverspoon_kd.teacher import check_separate, freeze_teacher, place_teacher, shares_base
+from silverspoon_kd.training import checkpoint
+from silverspoon_kd.training.arguments import TrainingArguments
+from silverspoon_kd.training.assembly import (
+    Assembly,
+    assemble,
+    check_optimizer,
+    check_vocabularies,
+    group_specs,
+    owned_parameters,
+)
+from silverspoon_kd.training.collate import DictCollator
+from silverspoon_kd.training.columns import accepted_columns, example_batch, label_columns
+from silverspoon_kd.training.metrics import RunningMeans, not_finite
+from silverspoon_kd.training.run_arguments import autocast_dtype, refuse_arguments, run_arguments, student_mode
+
+logger = logging.getLogger(__name__)
+
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class DistillationTrainer(transformers.Trainer):
+    """What the three distillers share; use one of them.
+
+    A step, as the Trainer runs it::
+
+        get_batch_samples  -> the micro-batches of a step, and how many positions they hold over all ranks
+        training_step
+          compute_loss     -> executor.start(batch): the teacher runs
+                              model(batch, run, counts): student, losses, one scalar   (the wrapped StudentRoot)
+          backward         -> the Trainer's own
+        _get_grad_norm     -> clipping by alignment
+        optimizer, schedule, logging, evaluation, saving: the Trainer's own
+    """
+
+    # Kept by the Trainer, which does not declare what they may be.
+    optimizer: Any
+    lr_scheduler: Any
+    data_collator: Any
+    _signature_columns: Any
+
+    def __init__(
+        self,
+        *,
+        student_model: nn.Module,
+        teacher_model: nn.Module,
+        objective: Objective,
+        args: TrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        prepare_teacher_inputs: Prepare | None = None,
+        prepare_student_inputs: Prepare | None = None,
+        **trainer_arguments: Any,
+    ) -> None:
+        refuse_arguments(trainer_arguments)
+        self._label_smoothing = args.label_smoothing_factor if args is not None else 0.0
+        args = run_arguments(args, objective.kind, student_model)
+        self.plan = resolve_plan(
+            distiller=objective.kind,
+            placement=args.teacher_placement,
+            student_mode=student_mode(args),
+            num_student_ranks=args.world_size,
+            overlap=args.overlap_teacher_forward,
+            lookahead=args.teacher_lookahead,
+        )
+        self.plan.require_runnable()
+        self._wants_predictions, self._first_step_checked = True, False
+        self._step_values, self._eval_values, self._num_steps = RunningMeans(), RunningMeans(), 0
+        self._norms: dict[str, Tensor] = {}
+        self._rates: dict[str, Any] = {}
+        self.teacher, self.student_model = teacher_model, student_model
+        self._prepare_teacher, self._prepare_student = prepare_teacher_inputs, prepare_student_inputs
+        self._objective = objective
+        self._check_models()
+        assembly = self._assemble(
+            args,
+            train_dataset if train_dataset is not None else eval_dataset,
+            data_collator,
+            trainer_arguments.get("processing_class"),
+        )
+        self.root, self._trainable = assembly.root, assembly.trainable
+        cached = getattr(getattr(student_model, "config", None), "use_cache", None)
+        super().__init__(
+            model=self.root,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            **trainer_arguments,
+        )
+        if cached is not None:
+            # The Trainer writes its own wish into the user's config; every forward says use_cache=False anyway.
+            config: Any = student_model.config
+            config.use_cache = cached
+        check_optimizer(self.optimizer, self.root)
+        names = self.root.view.names
+        self.data_collator = DictCollator(self.data_collator, names, given_by_user=data_collator is not None)
+        self.loss_is_scaled_for_ga = True
+        self.can_return_loss = True
+        self._labels = label_columns(student_model, args.label_names)
+        self._start_teacher(assembly.teacher_trace)
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Counts | None = None,
+    ) -> Any:
+        """Start the teacher, run the wrapped root, keep the parts for the log; see the class for the whole step."""
+        training = model.training and torch.is_grad_enabled()
+        self._guard(model, training)
+        batch = self._student_batch(inputs)
+        counts = num_items_in_batch or self._count([inputs], self.args.device)
+        run = self._executor.start(inputs)
+        try:
+            result = model(batch, run, counts, want_output=return_outputs and self._wants_predictions)
+        finally:
+            run.close()
+        self._record(result["parts"], training, inputs)
+        loss = result.pop("loss")
+        result.pop("parts")
+        return (loss, {"loss": loss, **result}) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Counts | None:
+        return self._count(batch_samples, device) if batch_samples else None
+
+    def _count(self, batches: list, device: torch.device) -> Counts:
+        """Count each unit over micro-batches and, if the Trainer averages over tokens, over ranks."""
+        local = [positions_of(self._student_batch(batch), self.root.conventions).counts() for batch in batches]
+        values = torch.stack([counts.to(device) for counts in local]).sum(0)
+        if not self.args.average_tokens_across_devices or self.args.world_size == 1:
+            return Counts(values)
+        values = self.accelerator.gather(values[None]).sum(0)
+        return Counts(values, scale=float(self.accelerator.num_processes))
+
+    def _student_batch(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._prepare_student(dict(inputs)) if self._prepare_student else inputs
+
+    def _guard(self, model: nn.Module, training: bool) -> None:
+        """Refuse a call that goes round the wrapper: its gradients would never be reduced over the ranks."""
+        if training and model is self.root and self.args.world_size > 1 and self.plan.student_mode == "ddp":
+            raise TrainingError(
+                f"compute_loss got the unwrapped student on one of {self.args.world_size} ranks, so gradients would "
+                "not be averaged and the ranks would drift apart. Pass the Trainer's model_wrapped."
+            )
+
+    def _record(self, parts: dict[str, Tensor], training: bool, inputs: Mapping[str, Any]) -> None:
+        if not training:
+            rows = positions_of(inputs, self.root.conventions).rows
+            self._eval_values.add(parts, weight=rows)
+            return
+        if not self._first_step_checked:
+            self._first_step_checked = True
+            bad = not_finite({name: float(value) for name, value in parts.items()})
+            if bad:
+                raise TrainingError(
+                    f"The loss of {', '.join(map(repr, bad))} is not finite in the first step. Check the teacher's "
+                    "weights, the learning task and the loss for these modules before training."
+                )
+        self._step_values.add(parts)
+
+    # ---- gradients and optimizer ----------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build one optimizer with a group for each alignment, tagged with its name."""
+        if self.optimizer is not None:
+            return self.optimizer
+        specs = group_specs(self._objective)
+        groups = build_parameter_groups(
+            owned_parameters(self.root),
+            specs,
+            learning_rate=self.args.learning_rate,
+            weight_decay=self.args.weight_decay,
+            decay_names=set(self.get_decay_parameter_names(self.root)),
+            projector_names={f"projectors.{name}" for name, _ in self.root.projectors.named_parameters()},
+        )
+        default = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.root)
+        named = {name: spec.optimizer for name, spec in specs.items() if spec.optimizer is not None}
+        self.optimizer = build_optimizer(groups, default, named)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Build the Trainer's schedule; alignments that asked for another one follow theirs."""
+        named = {
+            name: spec.scheduler for name, spec in group_specs(self._objective).items() if spec.scheduler is not None
+        }
+        if self.lr_scheduler is not None or not named:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = per_group_schedule(
+            self.optimizer if optimizer is None else optimizer,
+            partial(super().create_scheduler, num_training_steps),
+            named,
+            self.args.get_warmup_steps(num_training_steps),
+            num_training_steps,
+        )
+        return self.lr_scheduler
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip each alignment's gradient to its own limit; one block cannot starve the others."""
+        self.accelerator.unscale_gradients()
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group.setdefault("alignment", STUDENT_GROUP)
+            group.setdefault("projector", False)
+        limits: dict[str, float | None] = dict.fromkeys((g["alignment"] for g in groups), self.args.max_grad_norm)
+        for name, spec in group_specs(self._objective).items():
+            if spec.max_grad_norm is not None:
+                limits[name] = spec.max_grad_norm
+        self._norms = clip_gradients(groups, limits, clip_projectors=self.args.clip_projectors)
+        self._rates = {group["alignment"]: group["lr"] for group in groups}
+        self._num_steps += 1
+        return self._norms[""]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train; see ``transformers.Trainer.train``.
+
+        Parameters that no loss reaches are frozen while this runs.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of another run.
+        """
+        folder = checkpoint.resume_folder(
+            resume_from_checkpoint, Path(self.args.output_dir), self._objective, self.root.projectors
+        )
+        self._first_step_checked = False
+        self._step_values, self._num_steps = RunningMeans(), 0
+        with only_trainable(self.root, self._trainable):
+            try:
+                return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+            finally:
+                self.root.release()
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Evaluate one batch, with labels or without."""
+        self.label_names = [name for name in self._labels if inputs.get(name) is not None]
+        self._wants_predictions = not prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self.label_names, self._wants_predictions = list(self._labels), True
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate, and report each term beside the total."""
+        self._eval_values = RunningMeans()
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        for name, value in self._eval_values.drain(self.accelerator.gather).items():
+            key = f"{prefix}_{name}_loss" if name in ("task", "end_to_end") else f"{prefix}_loss/{name}"
+            output.metrics[key] = value
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; entries of training steps also get each term's loss, learning rate and gradient norm."""
+        if "loss" in logs:
+            logs |= self._step_logs()
+        super().log(logs, start_time)
+
+    def _step_logs(self) -> dict[str, float]:
+        values = self._step_values.drain(self.accelerator.gather, divisor=max(self._num_steps, 1))
+        self._num_steps = 0
+        bad = not_finite(values)
+        if bad:
+            logger.warning(
+                "Step %d: the loss of %s is not finite; these modules are not updated, the others go on.",
+                self.state.global_step,
+                ", ".join(map(repr, bad)),
+            )
+        logs = {f"loss/{name}": value for name, value in values.items()}
+        if set(self._rates) != {STUDENT_GROUP}:
+            logs |= {f"learning_rate/{name}": float(rate) for name, rate in self._rates.items()}
+            logs |= {f"grad_norm/{name}": float(norm) for name, norm in self._norms.items() if name}
+        return logs
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = accepted_columns(self.student_model, self.teacher, self._labels)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self.args.should_save:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / checkpoint.STATE_FILE).unlink(missing_ok=True)
+        if state_dict is not None:
+            state_dict = {
+                key.removeprefix("student."): value for key, value in state_dict.items() if key.startswith("student.")
+            }
+        checkpoint.save_student(folder, self.student_model, state_dict)
+        checkpoint.save_projectors(folder, self.root.projectors)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the student as a folder for ``from_pretrained``, the projectors beside it."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call:
+            self._mark_complete(Path(output_dir or self.args.output_dir))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Older checkpoints may go only when the new one is complete.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        run_dir = Path(self._get_output_dir(trial))
+        self._mark_complete(run_dir / f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            checkpoint.rotate(run_dir, limit, self.state.best_model_checkpoint)
+
+    def _mark_complete(self, folder: Path) -> None:
+        if self.args.should_save:
+            checkpoint.mark_complete(folder, self._objective, self.root.projectors, {"plan": self.plan.to_dict()})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        checkpoint.load_student(folder, self.student_model)
+        checkpoint.load_projectors(folder, self.root.projectors)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        checkpoint.read_state(Path(best))
+        logger.info("Loading the best checkpoint %s (%s).", best, self.state.best_metric)
+        self._load_from_checkpoint(best)
+
+    # ---- set-up ---------------------------------------------------------------------------------------------------
+
+    def _check_models(self) -> None:
+        if not shares_base(self.student_model, self.teacher):
+            check_separate(self.student_model, self.teacher)
+            freeze_teacher(self.teacher)
+        if self._prepare_teacher is None:
+            check_vocabularies(self.student_model, self.teacher)
+
+    def _assemble(self, args: TrainingArguments, dataset: Any, collator: Any, processing_class: Any) -> Assembly:
+        batch = example_batch(dataset, collator, processing_class, self.student_model)
+        options = StepOptions(
+            alpha=args.alpha,
+            magnitude_aware=args.magnitude_aware_weighting,
+            label_smoothing=self._label_smoothing,
+            end_to_end=args.e2e_eval_loss == "forward",
+        )
+        return assemble(
+            self.student_model,
+            self.teacher,
+            self._objective,
+            options,
+            student_example=batch and self._student_batch(batch),
+            teacher_example=batch and (self._prepare_teacher(dict(batch)) if self._prepare_teacher else batch),
+            seed=args.seed,
+        )
+
+    def _start_teacher(self, trace: Trace) -> None:
+        self._executor = place_teacher(
+            self.teacher,
+            self.student_model,
+            self._objective.teacher_taps,
+            trace,
+            prepare=self._prepare_teacher,
+            autocast=autocast_dtype(self.args),
+            device=self.args.device,
+        )
