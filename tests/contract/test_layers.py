@@ -84,6 +84,21 @@ def test_finds_a_module_without_a_layer(tmp_path):
     assert "silverspoon_kd.helpers" in result.stdout
 
 
+def test_nothing_below_the_command_line_imports_through_the_package_itself():
+    assert checks.root_import_problems(checks.package_modules()) == []
+
+
+def test_finds_an_import_through_the_package_itself():
+    losses = checks.parse("silverspoon_kd.losses", "from silverspoon_kd import Distiller, tree")
+    tree = checks.parse("silverspoon_kd.tree", "from .errors import DataError")
+    command = checks.parse("silverspoon_kd.cli.train", "from silverspoon_kd import Distiller")
+    found = checks.root_import_problems([losses, tree, command])
+    assert found == [
+        "silverspoon_kd.losses takes silverspoon_kd.Distiller from silverspoon_kd itself; "
+        "import it from the module that defines it"
+    ]
+
+
 def test_lowest_layers_import_the_standard_library_only():
     assert checks.standard_library_problems(checks.package_modules()) == []
 

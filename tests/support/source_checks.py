@@ -170,6 +170,19 @@ def standard_library_problems(modules: Iterable[Module]) -> list[str]:
     return problems
 
 
+def root_import_problems(modules: Iterable[Module]) -> list[str]:
+    """Public names taken from the package itself: that import is lazy, so the layers cannot see where it leads."""
+    modules = list(modules)
+    parts = {module.part for module in modules}
+    return [
+        f"{module.name} takes {name} from {PACKAGE} itself; import it from the module that defines it"
+        for module in modules
+        if module.part not in {"cli", "__main__", ""}
+        for name in sorted(set(imported_names(module).values()))
+        if name.startswith(f"{PACKAGE}.") and name.count(".") == 1 and name.partition(".")[2] not in parts
+    ]
+
+
 # --- classes -------------------------------------------------------------------------------------------------------
 
 
