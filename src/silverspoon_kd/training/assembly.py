@@ -141,8 +141,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, root: StudentRoot) 
     groups = [] if optimizer is None else optimizer.param_groups
     if any(id(parameter) not in own for group in groups for parameter in group["params"]):
         raise ConfigurationError(
-            "The optimizer given in optimizers= holds parameters that are not the student's or its projectors'. Build it "
-            "from the student, or leave it to the distiller."
+            "The optimizer given in optimizers= holds parameters that are not the student's or its projectors'. Build "
+            "it from the student, or leave it to the distiller."
         )
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,3 +45,26 @@ class RunningMeans:
 def not_finite(values: Mapping[str, float]) -> list[str]:
     """Return the names whose value is NaN or infinite."""
     return [name for name, value in values.items() if value != value or value in (float("inf"), float("-inf"))]
+
+
+def step_logs(
+    values: Mapping[str, float], rates: Mapping[str, Any], norms: Mapping[str, Tensor], step: int
+) -> dict[str, float]:
+    """Return the entries of one log by alignment, and warn of terms that are not finite.
+
+    Args:
+        values: each term's loss.
+        rates: each group's learning rate; empty where there is only the student's.
+        norms: each group's gradient norm before clipping.
+        step: the optimizer step.
+    """
+    bad = not_finite(values)
+    if bad:
+        logger.warning(
+            "Step %d: the loss of %s is not finite; these modules are not updated, the others go on.",
+            step,
+            ", ".join(map(repr, bad)),
+        )
+    logs = {f"loss/{name}": value for name, value in values.items()}
+    logs |= {f"learning_rate/{name}": float(rate) for name, rate in rates.items()}
+    return logs | {f"grad_norm/{name}": float(norms[name]) for name in rates}

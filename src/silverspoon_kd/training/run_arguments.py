@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from silverspoon_kd.errors import ConfigurationError
+from silverspoon_kd.distributed.plan import Plan, resolve_plan
+from silverspoon_kd.errors import ConfigurationError, PlacementError
 from silverspoon_kd.training.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,35 @@ def autocast_dtype(args: TrainingArguments) -> torch.dtype | None:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
-def student_mode(args: TrainingArguments) -> str:
-    """Return how the student is distributed, in the plan's words."""
+def run_plan(args: TrainingArguments, kind: str) -> Plan:
+    """Return what will run.
+
+    Raises:
+        PlacementError: it cannot.
+    """
+    plan = resolve_plan(
+        distiller=kind,
+        placement=args.teacher_placement,
+        student_mode=_student_mode(args),
+        num_student_ranks=args.world_size,
+        overlap=args.overlap_teacher_forward,
+        lookahead=args.teacher_lookahead,
+    )
+    plan.require_runnable()
+    if plan.teacher != "replicated":
+        raise PlacementError(
+            f"teacher_placement: a {plan.teacher} teacher is planned, but this version runs replicated teachers only. "
+            "Use teacher_placement=None."
+        )
+    if plan.student_mode not in ("single", "ddp"):
+        raise PlacementError(
+            f"The student mode {plan.student_mode} is planned, but this version trains in one process or with DDP. "
+            "Leave fsdp and deepspeed out."
+        )
+    return plan
+
+
+def _student_mode(args: TrainingArguments) -> str:
     if args.deepspeed:
         config = args.hf_deepspeed_config
         return f"deepspeed-{int(config.get_value('zero_optimization.stage', 0) or 0)}"

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from silverspoon_kd.capture import Trace
-from silverspoon_kd.distributed import resolve_plan
 from silverspoon_kd.errors import TrainingError
 from silverspoon_kd.objectives import Counts, Objective, positions_of
 from silverspoon_kd.optim import (
@@ -36,8 +35,9 @@ from silverspoon_kd.training.assembly import (
 )
 from silverspoon_kd.training.collate import DictCollator
 from silverspoon_kd.training.columns import accepted_columns, example_batch, label_columns
-from silverspoon_kd.training.metrics import RunningMeans, not_finite
-from silverspoon_kd.training.run_arguments import autocast_dtype, refuse_arguments, run_arguments, student_mode
+from silverspoon_kd.training.instruments import make_instruments
+from silverspoon_kd.training.metrics import RunningMeans, not_finite, step_logs
+from silverspoon_kd.training.run_arguments import autocast_dtype, refuse_arguments, run_arguments, run_plan
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +81,7 @@ class DistillationTrainer(transformers.Trainer):
         refuse_arguments(trainer_arguments)
         self._label_smoothing = args.label_smoothing_factor if args is not None else 0.0
         args = run_arguments(args, objective.kind, student_model)
-        self.plan = resolve_plan(
-            distiller=objective.kind,
-            placement=args.teacher_placement,
-            student_mode=student_mode(args),
-            num_student_ranks=args.world_size,
-            overlap=args.overlap_teacher_forward,
-            lookahead=args.teacher_lookahead,
-        )
-        self.plan.require_runnable()
+        self.plan = run_plan(args, objective.kind)
         self._wants_predictions, self._first_step_checked = True, False
         self._step_values, self._eval_values, self._num_steps = RunningMeans(), RunningMeans(), 0
         self._norms: dict[str, Tensor] = {}
@@ -121,6 +113,9 @@ class DistillationTrainer(transformers.Trainer):
         check_optimizer(self.optimizer, self.root)
         names = self.root.view.names
         self.data_collator = DictCollator(self.data_collator, names, given_by_user=data_collator is not None)
+        self._instruments = make_instruments(args)
+        for instrument in self._instruments:
+            self.add_callback(instrument)
         self.loss_is_scaled_for_ga = True
         self.can_return_loss = True
         self._labels = label_columns(student_model, args.label_names)
@@ -263,6 +258,8 @@ class DistillationTrainer(transformers.Trainer):
                 return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
             finally:
                 self.root.release()
+                for instrument in self._instruments:
+                    instrument.stop()
 
     def prediction_step(
         self,
@@ -298,17 +295,10 @@ class DistillationTrainer(transformers.Trainer):
     def _step_logs(self) -> dict[str, float]:
         values = self._step_values.drain(self.accelerator.gather, divisor=max(self._num_steps, 1))
         self._num_steps = 0
-        bad = not_finite(values)
-        if bad:
-            logger.warning(
-                "Step %d: the loss of %s is not finite; these modules are not updated, the others go on.",
-                self.state.global_step,
-                ", ".join(map(repr, bad)),
-            )
-        logs = {f"loss/{name}": value for name, value in values.items()}
-        if set(self._rates) != {STUDENT_GROUP}:
-            logs |= {f"learning_rate/{name}": float(rate) for name, rate in self._rates.items()}
-            logs |= {f"grad_norm/{name}": float(norm) for name, norm in self._norms.items() if name}
+        rates = {} if set(self._rates) == {STUDENT_GROUP} else self._rates
+        logs = step_logs(values, rates, self._norms, self.state.global_step)
+        for instrument in self._instruments:
+            logs |= instrument.logs()
         return logs
 
     def _set_signature_columns_if_needed(self) -> None:
