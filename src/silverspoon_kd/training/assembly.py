@@ -1,6 +1,5 @@
 """From a student, a teacher and an objective to the root that is trained."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,6 @@ from silverspoon_kd.projectors import AlignmentProjectors
 from silverspoon_kd.projectors.build import projector_between
 from silverspoon_kd.student import StepOptions, StudentRoot, reached_parameters
 from silverspoon_kd.tree import tensors_in
-
-logger = logging.getLogger(__name__)
-
-# Vocabularies of one tokenizer differ by the padding of their embeddings; more than this is another tokenizer.
-_MAX_VOCABULARY_PADDING = 1024
 
 
 @dataclass(frozen=True)
@@ -83,30 +77,6 @@ def assemble(
     trainable = {f"student.{name}" for name, tensor in parameters.items() if id(tensor) in reached}
     trainable |= {f"projectors.{name}" for name, _ in root.projectors.named_parameters()}
     return Assembly(root=root, teacher_trace=teacher_trace, trainable=trainable)
-
-
-def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
-    """Refuse models that cannot share token ids.
-
-    Raises:
-        ConfigurationError: the vocabularies differ by more than padding.
-    """
-    own, other = (getattr(getattr(base_of(model), "config", None), "vocab_size", None) for model in (student, teacher))
-    if not (isinstance(own, int) and isinstance(other, int)):
-        return
-    if abs(own - other) > _MAX_VOCABULARY_PADDING or 2 * min(own, other) < max(own, other):
-        raise ConfigurationError(
-            f"The student's vocabulary has {own} entries and the teacher's {other}: these are different tokenizers, "
-            "and both models get the same ids. Use models of one tokenizer, or map the ids with prepare_teacher_inputs."
-        )
-    if own != other:
-        logger.warning(
-            "The student's vocabulary has %d entries and the teacher's %d: taken for padding of one tokenizer. Logits "
-            "are compared on the common %d.",
-            own,
-            other,
-            min(own, other),
-        )
 
 
 def owned_parameters(root: StudentRoot) -> dict[str, list[tuple[str, nn.Parameter]]]:

@@ -29,7 +29,6 @@ from silverspoon_kd.training.assembly import (
     Assembly,
     assemble,
     check_optimizer,
-    check_vocabularies,
     group_specs,
     owned_parameters,
 )
@@ -38,6 +37,7 @@ from silverspoon_kd.training.columns import accepted_columns, example_batch, lab
 from silverspoon_kd.training.instruments import make_instruments
 from silverspoon_kd.training.metrics import RunningMeans, not_finite, step_logs
 from silverspoon_kd.training.run_arguments import autocast_dtype, refuse_arguments, run_arguments, run_plan
+from silverspoon_kd.training.vocabulary import check_tokenizers, check_vocabularies
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class DistillationTrainer(transformers.Trainer):
         self.teacher, self.student_model = teacher_model, student_model
         self._prepare_teacher, self._prepare_student = prepare_teacher_inputs, prepare_student_inputs
         self._objective = objective
-        self._check_models()
+        self._check_models(trainer_arguments.get("processing_class"))
         assembly = self._assemble(
             args,
             train_dataset if train_dataset is not None else eval_dataset,
@@ -359,12 +359,13 @@ class DistillationTrainer(transformers.Trainer):
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
-    def _check_models(self) -> None:
+    def _check_models(self, processing_class: Any) -> None:
         if not shares_base(self.student_model, self.teacher):
             check_separate(self.student_model, self.teacher)
             freeze_teacher(self.teacher)
         if self._prepare_teacher is None:
             check_vocabularies(self.student_model, self.teacher)
+            check_tokenizers(processing_class, self.teacher)
 
     def _assemble(self, args: TrainingArguments, dataset: Any, collator: Any, processing_class: Any) -> Assembly:
         batch = example_batch(dataset, collator, processing_class, self.student_model)
