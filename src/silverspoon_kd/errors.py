@@ -20,6 +20,10 @@ class PlacementError(ConfigurationError):
     """The teacher cannot live where it was asked to live."""
 
 
+class DeviceStateError(PlacementError, RuntimeError):
+    """The devices of this process cannot be found out, or cannot be changed any more."""
+
+
 class AlignmentError(ConfigurationError):
     """A teacher module and a student module cannot be aligned as asked."""
 

@@ -10,13 +10,12 @@ from typing import Any
 from silverspoon_kd.distributed.teacher_placement import TeacherPlacement
 from silverspoon_kd.distributed.visible_devices import (
     DEVICE_FAMILIES,
-    DeviceStateError,
     VisibleDevices,
     accelerator_missing,
     accelerator_started,
     read_visible_devices,
 )
-from silverspoon_kd.errors import PlacementError
+from silverspoon_kd.errors import DeviceStateError, PlacementError
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from silverspoon_kd.errors import PlacementError
+from silverspoon_kd.errors import DeviceStateError, PlacementError
 
 NVIDIA_SMI_TIMEOUT_S = 5.0
-
-
-class DeviceStateError(PlacementError, RuntimeError):
-    """The devices of this process cannot be found out, or cannot be changed any more."""
 
 
 @dataclass(frozen=True)

@@ -47,3 +47,16 @@ def only_trainable(root: nn.Module, names: set[str] | None) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
+
+
+@contextmanager
+def modes_kept_on_error(root: nn.Module) -> Iterator[None]:
+    """If the block raises, put back the mode of every module and drop the gradients of the step that failed."""
+    modes = [(module, module.training) for module in root.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, training in modes:
+            module.training = training
+        root.zero_grad()
+        raise

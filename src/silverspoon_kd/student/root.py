@@ -71,6 +71,11 @@ class StudentRoot(nn.Module):
         return self.student.config
 
     @property
+    def generation_config(self) -> Any:
+        """The student's generation settings; absent where the student has none."""
+        return self.student.generation_config
+
+    @property
     def main_input_name(self) -> str:
         """The student's main input."""
         return getattr(base_of(self.student), "main_input_name", "input_ids")
@@ -141,12 +146,16 @@ class StudentRoot(nn.Module):
             gradient_checkpointing_kwargs=gradient_checkpointing_kwargs, **kwargs
         )
 
-    def floating_point_ops(self, inputs: Mapping[str, Any], exclude_embeddings: bool = True) -> int:
-        """Return the student's estimate for one batch, 0 where it has none."""
-        count = getattr(base_of(self.student), "floating_point_ops", None)
-        if count is None or self.main_input_name not in inputs:
-            return 0
-        return count(inputs, exclude_embeddings=exclude_embeddings)
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the student's input embeddings."""
+        return self.student.get_input_embeddings()  # type: ignore[operator]
+
+    def num_parameters(self, exclude_embeddings: bool = False) -> int:
+        """Return the number of the student's parameters, which the Trainer's count of operations is made from."""
+        count = getattr(self.student, "num_parameters", None)
+        if count is None:
+            return sum(parameter.numel() for parameter in self.student.parameters())
+        return count(exclude_embeddings=exclude_embeddings)
 
     def _task(self, output: Any, batch: Mapping[str, Any], positions: Any) -> Term:
         return task_term(

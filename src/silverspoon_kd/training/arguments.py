@@ -58,7 +58,8 @@ class TrainingArguments(transformers.TrainingArguments):
     profiling_with_stack: bool = field(default=False, metadata={"help": "Record Python stacks."})
 
     def __post_init__(self) -> None:
-        self.teacher_placement = TeacherPlacement.from_value(self.teacher_placement)
+        if self.teacher_placement is not None:
+            self.teacher_placement = TeacherPlacement.from_value(self.teacher_placement)
         if self.overlap_teacher_forward is not None and not isinstance(self.overlap_teacher_forward, bool):
             raise ConfigurationError(
                 f"overlap_teacher_forward={self.overlap_teacher_forward!r} is not a choice. Give None, True or False."

@@ -2,13 +2,16 @@
 
 import copy
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.distributed.plan import Plan, resolve_plan
+from silverspoon_kd.distributed.split_gpu import check_student_processes, require_split_done
 from silverspoon_kd.errors import ConfigurationError, PlacementError
 from silverspoon_kd.training.arguments import TrainingArguments
 
@@ -74,15 +77,22 @@ def run_plan(args: TrainingArguments, kind: str) -> Plan:
     Raises:
         PlacementError: it cannot.
     """
+    placement, split = args.teacher_placement, None
+    if isinstance(placement, TeacherPlacement):
+        split = require_split_done(placement)
+        check_student_processes(placement, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     plan = resolve_plan(
         distiller=kind,
-        placement=args.teacher_placement,
+        placement=placement,
+        split=split,
         student_mode=_student_mode(args),
         num_student_ranks=args.world_size,
         overlap=args.overlap_teacher_forward,
         lookahead=args.teacher_lookahead,
     )
     plan.require_runnable()
+    for note in plan.notes if args.process_index == 0 else ():
+        logger.warning("%s", note)
     if plan.teacher != "replicated":
         raise PlacementError(
             f"teacher_placement: a {plan.teacher} teacher is planned, but this version runs replicated teachers only. "
