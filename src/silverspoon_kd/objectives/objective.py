@@ -1,6 +1,7 @@
 """What the three distillers compute from one batch."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
@@ -83,7 +84,7 @@ class HolisticObjective(Objective):
     kind = "holistic"
 
     def __init__(self, alignments: Sequence[Alignment]) -> None:
-        self.alignments, self.names = list(alignments), alignment_names(alignments)
+        self.alignments, self.names = _own(alignments), alignment_names(alignments)
 
     @property
     def student_taps(self) -> list[Tap]:
@@ -114,7 +115,7 @@ class BlockwiseObjective(Objective):
     kind = "blockwise"
 
     def __init__(self, alignments: Sequence[Alignment]) -> None:
-        self.alignments, self.names = list(alignments), alignment_names(alignments)
+        self.alignments, self.names = _own(alignments), alignment_names(alignments)
 
     @property
     def student_taps(self) -> list[Tap]:
@@ -151,6 +152,11 @@ def _teacher_input_for(
         return projector.project_input(teacher).to(hidden.dtype)  # type: ignore[operator]
 
     return replace
+
+
+def _own(alignments: Sequence[Alignment]) -> list[Alignment]:
+    """Copy, so that what the user changed since creation counts and nothing of the user's is changed."""
+    return [dataclasses.replace(alignment) for alignment in alignments]
 
 
 def _unique(taps: object) -> list[Tap]:

@@ -9,10 +9,12 @@ unpickled.
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
@@ -119,12 +121,13 @@ def read_state(folder: Path) -> dict[str, Any]:
         )
     try:
         state = json.loads(path.read_text())
-        files, version = state["files"], state["format"]
+        sizes, version = dict(state["files"]), state["format"]
+        _ = state["distiller"], [_identity(row) for row in state["alignments"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Resume from an earlier checkpoint.") from error
+        raise CheckpointError(f"{path} cannot be read ({error!r}). Resume from an earlier checkpoint.") from error
     if version != FORMAT:
         raise CheckpointError(f"{path} has format {version}, but this version reads format {FORMAT}.")
-    for name, size in files.items():
+    for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes"
@@ -137,13 +140,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def last_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
     """Return the newest complete checkpoint of a run, and why newer ones were passed over."""
-    numbered = [
-        (int(path.name.rsplit("-", 1)[1]), path)
-        for path in output_dir.glob("checkpoint-*")
-        if path.is_dir() and path.name.rsplit("-", 1)[1].isdigit()
-    ]
     reasons = []
-    for _, path in sorted(numbered, reverse=True):
+    for _, path in reversed(_numbered(output_dir)):
         try:
             read_state(path)
         except CheckpointError as error:
@@ -153,12 +151,18 @@ def last_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
     return None, reasons
 
 
-def load_student(folder: Path, student: nn.Module) -> None:
-    """Load the student's weights in place.
+def load_weights(folder: Path, student: nn.Module, projectors: nn.ModuleList) -> None:
+    """Load the weights of student and projectors in place, both or none.
 
     Raises:
-        CheckpointError: weights are missing or of another shape.
+        CheckpointError: weights are missing, of another shape or damaged.
     """
+    loaded = _projector_weights(folder, projectors)
+    _load_student(folder, student)
+    projectors.load_state_dict(loaded)
+
+
+def _load_student(folder: Path, student: nn.Module) -> None:
     if is_peft_model(student):
         _load_adapter(folder, student)
         return
@@ -178,20 +182,22 @@ def load_student(folder: Path, student: nn.Module) -> None:
     student.load_state_dict(weights, strict=False)
 
 
-def load_projectors(folder: Path, projectors: nn.ModuleList) -> None:
-    """Load the projectors' weights in place.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
+def _projector_weights(folder: Path, projectors: nn.ModuleList) -> dict[str, Tensor]:
     own = projectors.state_dict()
     path = folder / PROJECTORS_FILE
-    weights = safetensors.torch.load_file(path) if path.is_file() else {}
+    weights = _read(path) if path.is_file() else {}
     if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
         raise CheckpointError(
             f"The projectors in {folder} do not fit this run: it has {sorted(weights)[:4]}, this run {sorted(own)[:4]}."
         )
-    projectors.load_state_dict(weights)
+    return weights
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Resume from an earlier checkpoint.") from error
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -204,7 +210,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder} holds no model.safetensors.")
     weights: dict[str, Tensor] = {}
     for path in files:
-        weights.update(safetensors.torch.load_file(path))
+        weights.update(_read(path))
     return weights
 
 
@@ -215,14 +221,32 @@ def _load_adapter(folder: Path, student: nn.Module) -> None:
     path = folder / ("" if name == "default" else str(name)) / "adapter_model.safetensors"
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no adapter_model.safetensors for the adapter {name!r}.")
-    set_peft_model_state_dict(student, safetensors.torch.load_file(path), adapter_name=name)
+    set_peft_model_state_dict(student, _read(path), adapter_name=name)
 
 
-def rotate(run_dir: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond ``limit``, never the best one."""
-    from transformers.trainer_utils import rotate_checkpoints
+def rotate(run_dir: Path, limit: int | None, newest: Path, best: str | None) -> None:
+    """Delete checkpoints beyond ``limit``: unfinished ones first, then the oldest; never the newest or the best one.
 
-    rotate_checkpoints(output_dir=str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+    The age is that of the state file and not the step: an earlier run in the same folder may have gone further.
+    """
+    if not limit or limit < 0:
+        return
+    kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
+    others = [path for _, path in _numbered(run_dir) if path.resolve() not in kept]
+    surplus = len(others) + len(kept) - max(limit, len(kept))
+    for path in sorted(others, key=_age)[: max(surplus, 0)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _numbered(run_dir: Path) -> list[tuple[int, Path]]:
+    """Return the steps and folders of a run's checkpoints, finished or not, in the order of the steps."""
+    folders = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
+    return sorted((int(path.name[11:]), path) for path in folders if path.name[11:].isdigit())
+
+
+def _age(folder: Path) -> tuple[bool, float]:
+    state = folder / STATE_FILE
+    return state.is_file(), (state if state.is_file() else folder).stat().st_mtime
 
 
 def resume_folder(

@@ -1,6 +1,6 @@
 """Which columns of a data set are used, and one row of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,10 @@ from transformers.utils.generic import find_labels
 
 from silverspoon_kd.capture import InputView, base_of
 from silverspoon_kd.errors import DataError
+from silverspoon_kd.student import require_labels
 from silverspoon_kd.training.collate import DictCollator
+
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def label_columns(student: nn.Module, wish: list[str] | None) -> list[str]:
@@ -27,12 +30,31 @@ def accepted_columns(student: nn.Module, teacher: nn.Module, labels: list[str]) 
     return list(dict.fromkeys([*names, *labels, "labels", "label", "label_ids"]))
 
 
+def takes_any_column(student: nn.Module, teacher: nn.Module) -> bool:
+    """Tell whether a forward takes ``**kwargs`` of any name, so that no column can be called unused."""
+    return InputView(student, "student").takes_everything or InputView(teacher, "teacher").takes_everything
+
+
 def example_batch(
-    dataset: Any, collator: Callable[[list[Any]], Any] | None, processing_class: Any, student: nn.Module
+    dataset: Any,
+    collator: Callable[[list[Any]], Any] | None,
+    processing_class: Any,
+    student: nn.Module,
+    accepted: Collection[str] | None,
 ) -> Mapping[str, Any] | None:
     """Return a batch of the first row of a data set with indices, None where there is none or it does not collate.
 
     An iterable data set is not touched: it may give each row only once.
+
+    Args:
+        dataset: rows by index; of a dictionary of data sets the first one.
+        collator: the user's.
+        processing_class: of the run, for the default collator.
+        student: whose argument names are given to rows that are tuples.
+        accepted: the columns that are kept; None: all.
+
+    Raises:
+        DataError: there is no row, or none of its columns is kept.
     """
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()), None)
@@ -40,12 +62,63 @@ def example_batch(
         return None
     if len(dataset) == 0:
         raise DataError("The data set is empty. Check how it is built and filtered.")
+    row = dataset[0]
+    if accepted is not None and isinstance(row, Mapping):
+        row = used_columns(row, accepted)
     view = InputView(student, "student")
     default = DataCollatorWithPadding(processing_class) if processing_class is not None else default_data_collator
     wrapped = DictCollator(collator or default, view.names, given_by_user=collator is not None)
     try:
-        return wrapped([dataset[0]])
+        return wrapped([row])
     except DataError:
         raise
     except Exception:
         return None
+
+
+def used_columns(row: Mapping[str, Any], accepted: Collection[str]) -> dict[str, Any]:
+    """Return a row without the columns that nobody takes.
+
+    Raises:
+        DataError: nothing is left.
+    """
+    kept = {name: value for name, value in row.items() if name in accepted}
+    if not kept:
+        raise DataError(
+            f"The data set has the columns {', '.join(row)}, but teacher and student take {', '.join(accepted)}. "
+            "Rename the columns, or map them with prepare_student_inputs and prepare_teacher_inputs."
+        )
+    return kept
+
+
+def checked_examples(
+    batches: Sequence[tuple[Mapping[str, Any] | None, bool]],
+    student: nn.Module,
+    teacher: nn.Module,
+    prepare_student: Prepare | None,
+    prepare_teacher: Prepare | None,
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Return the first batch as the student and as the teacher get it, after a look at all of them.
+
+    Args:
+        batches: each with whether the student's own loss is wanted for it; None where there is no example.
+        student: the student.
+        teacher: the teacher.
+        prepare_student: the user's function of the student's batch.
+        prepare_teacher: the user's function of the teacher's batch.
+
+    Raises:
+        DataError: a model takes nothing of a batch, or the student's own loss is wanted and there are no labels.
+    """
+    found = []
+    for batch, needs_labels in batches:
+        if batch is None:
+            continue
+        own = prepare_student(dict(batch)) if prepare_student else batch
+        other = prepare_teacher(dict(batch)) if prepare_teacher else batch
+        inputs = InputView(student, "student")(own, with_labels=needs_labels)
+        if needs_labels:
+            require_labels(inputs)
+        InputView(teacher, "teacher")(other)
+        found.append((own, other))
+    return found[0] if found else (None, None)

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.distributed.plan import Plan, resolve_plan
 from silverspoon_kd.distributed.split_gpu import check_student_processes, require_split_done
 from silverspoon_kd.errors import ConfigurationError, PlacementError
+from silverspoon_kd.student import StepOptions
 from silverspoon_kd.training.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ def run_arguments(args: TrainingArguments | None, kind: str, student: nn.Module)
         raise ConfigurationError(
             "torch_compile=True cannot work with distillation hooks: a compiled graph does not run them. Leave it off."
         )
+    _check_output_dir(Path(args.output_dir))
     args = copy.copy(args)
     args.label_smoothing_factor = 0.0
     args.max_grad_norm = args.max_grad_norm or 0.0
@@ -64,6 +67,16 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     }.items():
         if arguments.get(name) is not None:
             raise ConfigurationError(f"{name} is not used by distillers: the root computes every loss. {advice}")
+
+
+def step_options(args: TrainingArguments) -> StepOptions:
+    """Return the plain numbers of a step, from the arguments as the user gave them."""
+    return StepOptions(
+        alpha=args.alpha,
+        magnitude_aware=args.magnitude_aware_weighting,
+        label_smoothing=args.label_smoothing_factor,
+        end_to_end=args.e2e_eval_loss == "forward",
+    )
 
 
 def autocast_dtype(args: TrainingArguments) -> torch.dtype | None:
@@ -113,6 +126,15 @@ def _student_mode(args: TrainingArguments) -> str:
     if args.fsdp:
         return "fsdp"
     return "ddp" if args.world_size > 1 else "single"
+
+
+def _check_output_dir(folder: Path) -> None:
+    file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+    if file is not None:
+        raise ConfigurationError(
+            f"output_dir={str(folder)!r} cannot be a folder, because {file} is a file. Give another output_dir, or move "
+            "the file."
+        )
 
 
 def _check_per_block(kind: str, student: nn.Module) -> None:

@@ -21,8 +21,8 @@ from silverspoon_kd.optim import (
     clip_gradients,
     per_group_schedule,
 )
-from silverspoon_kd.student import StepOptions, only_trainable
-from silverspoon_kd.teacher import check_separate, freeze_teacher, place_teacher, shares_base
+from silverspoon_kd.student import modes_kept_on_error, only_trainable
+from silverspoon_kd.teacher import check_loaded, check_separate, place_teacher, shares_base
 from silverspoon_kd.training import checkpoint
 from silverspoon_kd.training.arguments import TrainingArguments
 from silverspoon_kd.training.assembly import (
@@ -33,15 +33,19 @@ from silverspoon_kd.training.assembly import (
     owned_parameters,
 )
 from silverspoon_kd.training.collate import DictCollator
-from silverspoon_kd.training.columns import accepted_columns, example_batch, label_columns
+from silverspoon_kd.training.columns import Prepare, accepted_columns, checked_examples, example_batch, label_columns
 from silverspoon_kd.training.instruments import make_instruments
 from silverspoon_kd.training.metrics import RunningMeans, not_finite, step_logs
-from silverspoon_kd.training.run_arguments import autocast_dtype, refuse_arguments, run_arguments, run_plan
+from silverspoon_kd.training.run_arguments import (
+    autocast_dtype,
+    refuse_arguments,
+    run_arguments,
+    run_plan,
+    step_options,
+)
 from silverspoon_kd.training.vocabulary import check_tokenizers, check_vocabularies
 
 logger = logging.getLogger(__name__)
-
-Prepare = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class DistillationTrainer(transformers.Trainer):
@@ -79,8 +83,8 @@ class DistillationTrainer(transformers.Trainer):
         **trainer_arguments: Any,
     ) -> None:
         refuse_arguments(trainer_arguments)
-        self._label_smoothing = args.label_smoothing_factor if args is not None else 0.0
-        args = run_arguments(args, objective.kind, student_model)
+        given, args = args, run_arguments(args, objective.kind, student_model)
+        self._given_args = args if given is None else given
         self.plan = run_plan(args, objective.kind)
         self._wants_predictions, self._first_step_checked = True, False
         self._step_values, self._eval_values, self._num_steps = RunningMeans(), RunningMeans(), 0
@@ -90,13 +94,21 @@ class DistillationTrainer(transformers.Trainer):
         self._prepare_teacher, self._prepare_student = prepare_teacher_inputs, prepare_student_inputs
         self._objective = objective
         self._check_models(trainer_arguments.get("processing_class"))
-        assembly = self._assemble(
-            args,
-            train_dataset if train_dataset is not None else eval_dataset,
-            data_collator,
-            trainer_arguments.get("processing_class"),
+        self._labels = label_columns(student_model, args.label_names)
+        if prepare_teacher_inputs or prepare_student_inputs:
+            args.remove_unused_columns = False  # nobody can tell which columns these functions read
+        make_batch = partial(
+            example_batch,
+            collator=data_collator,
+            processing_class=trainer_arguments.get("processing_class"),
+            student=student_model,
+            accepted=self._accepted_columns() if args.remove_unused_columns else None,
         )
+        assembly = self._assemble(args, make_batch(train_dataset), make_batch(eval_dataset))
         self.root, self._trainable = assembly.root, assembly.trainable
+        if takes_any_column(student_model, teacher_model):
+            args.remove_unused_columns = False
+        check_optimizer(trainer_arguments.get("optimizers", (None, None))[0], self.root)
         cached = getattr(getattr(student_model, "config", None), "use_cache", None)
         super().__init__(
             model=self.root,
@@ -110,7 +122,6 @@ class DistillationTrainer(transformers.Trainer):
             # The Trainer writes its own wish into the user's config; every forward says use_cache=False anyway.
             config: Any = student_model.config
             config.use_cache = cached
-        check_optimizer(self.optimizer, self.root)
         names = self.root.view.names
         self.data_collator = DictCollator(self.data_collator, names, given_by_user=data_collator is not None)
         self._instruments = make_instruments(args)
@@ -118,7 +129,7 @@ class DistillationTrainer(transformers.Trainer):
             self.add_callback(instrument)
         self.loss_is_scaled_for_ga = True
         self.can_return_loss = True
-        self._labels = label_columns(student_model, args.label_names)
+        self.label_names = list(self._labels)
         self._start_teacher(assembly.teacher_trace)
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -253,10 +264,11 @@ class DistillationTrainer(transformers.Trainer):
         )
         self._first_step_checked = False
         self._step_values, self._num_steps = RunningMeans(), 0
-        with only_trainable(self.root, self._trainable):
+        with only_trainable(self.root, self._trainable), modes_kept_on_error(self.root):
             try:
                 return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
             finally:
+                self.is_in_train = False
                 self.root.release()
                 for instrument in self._instruments:
                     instrument.stop()
@@ -303,7 +315,10 @@ class DistillationTrainer(transformers.Trainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = accepted_columns(self.student_model, self.teacher, self._labels)
+            self._signature_columns = self._accepted_columns()
+
+    def _accepted_columns(self) -> list[str]:
+        return accepted_columns(self.student_model, self.teacher, self._labels)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -321,7 +336,7 @@ class DistillationTrainer(transformers.Trainer):
         checkpoint.save_projectors(folder, self.root.projectors)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
-        torch.save(self.args, folder / "training_args.bin")
+        torch.save(self._given_args, folder / "training_args.bin")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the student as a folder for ``from_pretrained``, the projectors beside it."""
@@ -338,18 +353,17 @@ class DistillationTrainer(transformers.Trainer):
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         run_dir = Path(self._get_output_dir(trial))
-        self._mark_complete(run_dir / f"checkpoint-{self.state.global_step}")
+        newest = run_dir / f"checkpoint-{self.state.global_step}"
+        self._mark_complete(newest)
         if self.args.should_save:
-            checkpoint.rotate(run_dir, limit, self.state.best_model_checkpoint)
+            checkpoint.rotate(run_dir, limit, newest, self.state.best_model_checkpoint)
 
     def _mark_complete(self, folder: Path) -> None:
         if self.args.should_save:
             checkpoint.mark_complete(folder, self._objective, self.root.projectors, {"plan": self.plan.to_dict()})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        checkpoint.load_student(folder, self.student_model)
-        checkpoint.load_projectors(folder, self.root.projectors)
+        checkpoint.load_weights(Path(resume_from_checkpoint), self.student_model, self.root.projectors)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -362,26 +376,27 @@ class DistillationTrainer(transformers.Trainer):
     def _check_models(self, processing_class: Any) -> None:
         if not shares_base(self.student_model, self.teacher):
             check_separate(self.student_model, self.teacher)
-            freeze_teacher(self.teacher)
+            check_loaded(self.teacher)
         if self._prepare_teacher is None:
             check_vocabularies(self.student_model, self.teacher)
             check_tokenizers(processing_class, self.teacher)
 
-    def _assemble(self, args: TrainingArguments, dataset: Any, collator: Any, processing_class: Any) -> Assembly:
-        batch = example_batch(dataset, collator, processing_class, self.student_model)
-        options = StepOptions(
-            alpha=args.alpha,
-            magnitude_aware=args.magnitude_aware_weighting,
-            label_smoothing=self._label_smoothing,
-            end_to_end=args.e2e_eval_loss == "forward",
+    def _assemble(self, args: TrainingArguments, train_batch: Any, eval_batch: Any) -> Assembly:
+        options = step_options(self._given_args)
+        student_example, teacher_example = checked_examples(
+            [(train_batch, options.alpha > 0), (eval_batch, options.alpha > 0 or options.end_to_end)],
+            self.student_model,
+            self.teacher,
+            self._prepare_student,
+            self._prepare_teacher,
         )
         return assemble(
             self.student_model,
             self.teacher,
             self._objective,
             options,
-            student_example=batch and self._student_batch(batch),
-            teacher_example=batch and (self._prepare_teacher(dict(batch)) if self._prepare_teacher else batch),
+            student_example=student_example,
+            teacher_example=teacher_example,
             seed=args.seed,
         )
 
