@@ -1,6 +1,14 @@
 """The student side: the module that is trained."""
 
-from silverspoon_kd.student.reach import only_trainable, reached_parameters
+from silverspoon_kd.student.reach import modes_kept_on_error, only_trainable, reached_parameters
 from silverspoon_kd.student.root import StepOptions, StudentRoot
+from silverspoon_kd.student.task_loss import require_labels
 
-__all__ = ["StepOptions", "StudentRoot", "only_trainable", "reached_parameters"]
+__all__ = [
+    "StepOptions",
+    "StudentRoot",
+    "modes_kept_on_error",
+    "only_trainable",
+    "reached_parameters",
+    "require_labels",
+]

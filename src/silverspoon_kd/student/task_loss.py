@@ -11,6 +11,19 @@ from silverspoon_kd.errors import DataError, TrainingError
 from silverspoon_kd.objectives import Positions, Term
 
 
+def require_labels(inputs: Mapping[str, Any]) -> None:
+    """Refuse inputs of the student from which it cannot compute its own loss.
+
+    Raises:
+        DataError: there are no labels.
+    """
+    if not any("label" in key or key.endswith("_positions") for key in inputs):
+        raise DataError(
+            "The student's own loss is asked for (alpha > 0, or e2e_eval_loss), but the batch has no labels: it has "
+            f"{', '.join(sorted(inputs))}. Add a column of labels that the student's forward takes, or set alpha=0."
+        )
+
+
 def task_inputs(
     inputs: dict[str, Any], positions: Positions, *, smoothing: float, takes_num_items: bool
 ) -> dict[str, Any]:
@@ -22,11 +35,7 @@ def task_inputs(
     Raises:
         DataError: there are no labels.
     """
-    if not any("label" in key or key.endswith("_positions") for key in inputs):
-        raise DataError(
-            f"alpha needs the student's own loss, but the batch has no labels: its keys are {sorted(inputs)}. Add "
-            "labels, or set alpha=0."
-        )
+    require_labels(inputs)
     if smoothing > 0:
         return {key: value for key, value in inputs.items() if key != "labels"}
     return {**inputs, "num_items_in_batch": positions.num_task.clamp(min=1)} if takes_num_items else inputs
@@ -50,7 +59,9 @@ def task_term(output: Any, labels: Tensor | None, positions: Positions, *, smoot
         mean = smoother({"logits": select_logits(output)}, labels, shift_labels=shifts)
     else:
         mean = _loss_of(output)
-    return Term(name="task", total=mean * positions.num_task, unit="task")
+    # The mean of no labels is NaN, and nothing times NaN is still NaN.
+    total = (mean * positions.num_task).where(positions.num_task > 0, mean.new_zeros(()))
+    return Term(name="task", total=total, unit="task")
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun
 from silverspoon_kd.teacher.hygiene import (
+    check_loaded,
     check_separate,
     freeze_teacher,
     is_self_placed,
@@ -14,6 +15,7 @@ __all__ = [
     "InlineExecutor",
     "TeacherExecutor",
     "TeacherRun",
+    "check_loaded",
     "check_separate",
     "freeze_teacher",
     "is_self_placed",

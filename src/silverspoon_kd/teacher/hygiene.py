@@ -10,8 +10,8 @@ from silverspoon_kd.capture import base_of, is_peft_model
 from silverspoon_kd.errors import ConfigurationError, TeacherError
 
 
-def freeze_teacher(teacher: nn.Module) -> None:
-    """Switch to evaluation and switch gradients off, also where someone left them on.
+def check_loaded(teacher: nn.Module) -> None:
+    """Refuse a teacher without weights.
 
     Raises:
         TeacherError: weights are missing (on the meta device without hooks that bring them).
@@ -23,6 +23,10 @@ def freeze_teacher(teacher: nn.Module) -> None:
             f"The teacher's weights are not loaded: {meta[0]!r} and {len(meta) - 1} more are on the meta device. Load "
             "them (from_pretrained) before passing the model, or pass the model id."
         )
+
+
+def freeze_teacher(teacher: nn.Module) -> None:
+    """Switch to evaluation and switch gradients off, also where someone left them on."""
     teacher.eval()
     for parameter in teacher.parameters():
         parameter.requires_grad = False

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace
-from silverspoon_kd.errors import TeacherError
+from silverspoon_kd.errors import DataError
 from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun
-from silverspoon_kd.teacher.hygiene import adapters_off, place_replicated, shares_base
+from silverspoon_kd.teacher.hygiene import adapters_off, freeze_teacher, place_replicated, shares_base
 
 
 class InlineRun(TeacherRun):
@@ -80,7 +80,7 @@ class InlineExecutor(TeacherExecutor):
             return
         largest = int(ids.max())
         if largest >= size:
-            raise TeacherError(
+            raise DataError(
                 f"The batch holds the token id {largest}, but the teacher's vocabulary has {size} entries. Teacher and "
                 "student must use the same tokenizer."
             )
@@ -96,9 +96,10 @@ def place_teacher(
     prepare: Callable[[Any], Mapping[str, Any]] | None,
     autocast: torch.dtype | None,
 ) -> TeacherExecutor:
-    """Put a copy of the teacher beside the student: on its device, or as the PEFT student with its adapters off."""
+    """Freeze the teacher and put it beside the student: on its device, or as the PEFT student with its adapters off."""
     if shares_base(student, teacher):
         around = partial(adapters_off, student)
         return InlineExecutor(student, taps, trace, prepare=prepare, autocast=autocast, around=around)
+    freeze_teacher(teacher)
     placed = place_replicated(teacher, device)
     return InlineExecutor(placed, taps, trace, prepare=prepare, autocast=autocast)

@@ -30,27 +30,48 @@ STATE_FILE = "distillation.json"
 PROJECTORS_FILE = "projectors.safetensors"
 
 
-def save_student(folder: Path, student: nn.Module, state_dict: Mapping[str, Tensor] | None) -> None:
-    """Write the student so that ``from_pretrained`` loads it; a plain module as ``model.safetensors``."""
+def save_weights(
+    folder: Path, student: nn.Module, projectors: nn.ModuleList, state_dict: Mapping[str, Tensor] | None
+) -> None:
+    """Write the student so that ``from_pretrained`` loads it, a plain module as ``model.safetensors``, and projectors.
+
+    Args:
+        folder: made if needed; it is no checkpoint any more until :func:`mark_complete`.
+        student: the student.
+        projectors: no file is written where there are none.
+        state_dict: of the root, gathered from all ranks; None: the modules' own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / STATE_FILE).unlink(missing_ok=True)
+    if state_dict is not None:
+        state_dict = {key[8:]: value for key, value in state_dict.items() if key.startswith("student.")}
     save_pretrained = getattr(student, "save_pretrained", None)
     if callable(save_pretrained):
-        save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
+        save_pretrained(folder, state_dict=state_dict)
     else:
         safetensors.torch.save_model(student, str(folder / "model.safetensors"))
-
-
-def save_projectors(folder: Path, projectors: nn.ModuleList) -> None:
-    """Write the projectors' weights; no file where there are none."""
+    (folder / PROJECTORS_FILE).unlink(missing_ok=True)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in projectors.state_dict().items()}
     if weights:
         safetensors.torch.save_file(weights, folder / PROJECTORS_FILE)
 
 
-def mark_complete(folder: Path, objective: Objective, projectors: nn.ModuleList, extra: Mapping[str, Any]) -> None:
-    """Write ``distillation.json``, which makes the folder a checkpoint."""
+def mark_complete(
+    folder: Path, objective: Objective, projectors: nn.ModuleList, extra: Mapping[str, Any], pattern: str = "*"
+) -> None:
+    """Write ``distillation.json``, which makes the folder a checkpoint.
+
+    Args:
+        folder: where everything else has been written.
+        objective: whose alignments are described.
+        projectors: of the alignments.
+        extra: further entries.
+        pattern: which files are named; a folder that is not only a checkpoint holds others that may change.
+    """
+    inner = {path for _, checkpoint in _numbered(folder) for path in checkpoint.rglob("*")}
     files = {
         str(path.relative_to(folder)): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
+        for path in sorted(set(folder.rglob(pattern)) - inner)
         if path.is_file() and path.name not in (STATE_FILE, STATE_FILE + ".part")
     }
     state = {

@@ -19,6 +19,11 @@ class DictCollator:
         self.collator, self.names, self.given_by_user = collator, list(names), given_by_user
 
     def __call__(self, rows: list[Any]) -> Any:
+        if isinstance(rows[0], Mapping) and not rows[0]:
+            raise DataError(
+                f"The data set has no column that teacher or student takes; the student takes {', '.join(self.names)}. "
+                "Rename the columns, or map them with prepare_student_inputs and prepare_teacher_inputs."
+            )
         plain_rows = isinstance(rows[0], (tuple, list)) and not self.given_by_user
         batch = default_collate(rows) if plain_rows else self.collator(rows)
         if isinstance(batch, Mapping):

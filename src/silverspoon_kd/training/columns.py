@@ -24,15 +24,15 @@ def label_columns(student: nn.Module, wish: list[str] | None) -> list[str]:
     return ["labels"] if "labels" in found or not found else found
 
 
-def accepted_columns(student: nn.Module, teacher: nn.Module, labels: list[str]) -> list[str]:
-    """Return every column that one of the models takes, and the labels under all names that collators know."""
-    names = [*InputView(student, "student").names, *InputView(teacher, "teacher").names]
-    return list(dict.fromkeys([*names, *labels, "labels", "label", "label_ids"]))
+def used_columns(student: nn.Module, teacher: nn.Module, labels: list[str]) -> list[str] | None:
+    """Return every column that one of the models takes, and the labels under all names that collators know.
 
-
-def takes_any_column(student: nn.Module, teacher: nn.Module) -> bool:
-    """Tell whether a forward takes ``**kwargs`` of any name, so that no column can be called unused."""
-    return InputView(student, "student").takes_everything or InputView(teacher, "teacher").takes_everything
+    None where a forward takes ``**kwargs`` of any name, so that no column can be called unused.
+    """
+    views = InputView(student, "student"), InputView(teacher, "teacher")
+    if any(view.takes_everything for view in views):
+        return None
+    return list(dict.fromkeys([*views[0].names, *views[1].names, *labels, "labels", "label", "label_ids"]))
 
 
 def example_batch(
@@ -40,7 +40,7 @@ def example_batch(
     collator: Callable[[list[Any]], Any] | None,
     processing_class: Any,
     student: nn.Module,
-    accepted: Collection[str] | None,
+    columns: Collection[str] | None,
 ) -> Mapping[str, Any] | None:
     """Return a batch of the first row of a data set with indices, None where there is none or it does not collate.
 
@@ -51,7 +51,7 @@ def example_batch(
         collator: the user's.
         processing_class: of the run, for the default collator.
         student: whose argument names are given to rows that are tuples.
-        accepted: the columns that are kept; None: all.
+        columns: what is kept of a row; None: everything.
 
     Raises:
         DataError: there is no row, or none of its columns is kept.
@@ -63,8 +63,8 @@ def example_batch(
     if len(dataset) == 0:
         raise DataError("The data set is empty. Check how it is built and filtered.")
     row = dataset[0]
-    if accepted is not None and isinstance(row, Mapping):
-        row = used_columns(row, accepted)
+    if columns is not None and isinstance(row, Mapping):
+        row = _without_unused(row, columns)
     view = InputView(student, "student")
     default = DataCollatorWithPadding(processing_class) if processing_class is not None else default_data_collator
     wrapped = DictCollator(collator or default, view.names, given_by_user=collator is not None)
@@ -74,21 +74,6 @@ def example_batch(
         raise
     except Exception:
         return None
-
-
-def used_columns(row: Mapping[str, Any], accepted: Collection[str]) -> dict[str, Any]:
-    """Return a row without the columns that nobody takes.
-
-    Raises:
-        DataError: nothing is left.
-    """
-    kept = {name: value for name, value in row.items() if name in accepted}
-    if not kept:
-        raise DataError(
-            f"The data set has the columns {', '.join(row)}, but teacher and student take {', '.join(accepted)}. "
-            "Rename the columns, or map them with prepare_student_inputs and prepare_teacher_inputs."
-        )
-    return kept
 
 
 def checked_examples(
@@ -122,3 +107,13 @@ def checked_examples(
         InputView(teacher, "teacher")(other)
         found.append((own, other))
     return found[0] if found else (None, None)
+
+
+def _without_unused(row: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
+    kept = {name: value for name, value in row.items() if name in columns}
+    if not kept:
+        raise DataError(
+            f"The data set has the columns {', '.join(row)}, but teacher and student take {', '.join(columns)}. "
+            "Rename the columns, or map them with prepare_student_inputs and prepare_teacher_inputs."
+        )
+    return kept

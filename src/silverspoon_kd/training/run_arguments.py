@@ -132,8 +132,8 @@ def _check_output_dir(folder: Path) -> None:
     file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise ConfigurationError(
-            f"output_dir={str(folder)!r} cannot be a folder, because {file} is a file. Give another output_dir, or move "
-            "the file."
+            f"output_dir={str(folder)!r} cannot be a folder, because {file} is a file. Give another output_dir, or "
+            "move the file."
         )
 
 

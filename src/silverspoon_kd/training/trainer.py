@@ -33,7 +33,7 @@ from silverspoon_kd.training.assembly import (
     owned_parameters,
 )
 from silverspoon_kd.training.collate import DictCollator
-from silverspoon_kd.training.columns import Prepare, accepted_columns, checked_examples, example_batch, label_columns
+from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
 from silverspoon_kd.training.instruments import make_instruments
 from silverspoon_kd.training.metrics import RunningMeans, not_finite, step_logs
 from silverspoon_kd.training.run_arguments import (
@@ -95,19 +95,19 @@ class DistillationTrainer(transformers.Trainer):
         self._objective = objective
         self._check_models(trainer_arguments.get("processing_class"))
         self._labels = label_columns(student_model, args.label_names)
-        if prepare_teacher_inputs or prepare_student_inputs:
-            args.remove_unused_columns = False  # nobody can tell which columns these functions read
+        # Nobody can tell which columns the user's functions read.
+        args.remove_unused_columns &= prepare_teacher_inputs is None and prepare_student_inputs is None
+        columns = used_columns(student_model, teacher_model, self._labels) if args.remove_unused_columns else None
+        args.remove_unused_columns = columns is not None
         make_batch = partial(
             example_batch,
             collator=data_collator,
             processing_class=trainer_arguments.get("processing_class"),
             student=student_model,
-            accepted=self._accepted_columns() if args.remove_unused_columns else None,
+            columns=columns,
         )
         assembly = self._assemble(args, make_batch(train_dataset), make_batch(eval_dataset))
         self.root, self._trainable = assembly.root, assembly.trainable
-        if takes_any_column(student_model, teacher_model):
-            args.remove_unused_columns = False
         check_optimizer(trainer_arguments.get("optimizers", (None, None))[0], self.root)
         cached = getattr(getattr(student_model, "config", None), "use_cache", None)
         super().__init__(
@@ -129,7 +129,7 @@ class DistillationTrainer(transformers.Trainer):
             self.add_callback(instrument)
         self.loss_is_scaled_for_ga = True
         self.can_return_loss = True
-        self.label_names = list(self._labels)
+        self.label_names, self._signature_columns = list(self._labels), columns
         self._start_teacher(assembly.teacher_trace)
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -313,27 +313,13 @@ class DistillationTrainer(transformers.Trainer):
             logs |= instrument.logs()
         return logs
 
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = self._accepted_columns()
-
-    def _accepted_columns(self) -> list[str]:
-        return accepted_columns(self.student_model, self.teacher, self._labels)
-
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if not self.args.should_save:
             return
         folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / checkpoint.STATE_FILE).unlink(missing_ok=True)
-        if state_dict is not None:
-            state_dict = {
-                key.removeprefix("student."): value for key, value in state_dict.items() if key.startswith("student.")
-            }
-        checkpoint.save_student(folder, self.student_model, state_dict)
-        checkpoint.save_projectors(folder, self.root.projectors)
+        checkpoint.save_weights(folder, self.student_model, self.root.projectors, state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self._given_args, folder / "training_args.bin")
@@ -342,7 +328,7 @@ class DistillationTrainer(transformers.Trainer):
         """Save the student as a folder for ``from_pretrained``, the projectors beside it."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call:
-            self._mark_complete(Path(output_dir or self.args.output_dir))
+            self._mark_complete(Path(output_dir or self.args.output_dir), "*.safetensors")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Older checkpoints may go only when the new one is complete.
@@ -358,9 +344,10 @@ class DistillationTrainer(transformers.Trainer):
         if self.args.should_save:
             checkpoint.rotate(run_dir, limit, newest, self.state.best_model_checkpoint)
 
-    def _mark_complete(self, folder: Path) -> None:
+    def _mark_complete(self, folder: Path, files: str = "*") -> None:
         if self.args.should_save:
-            checkpoint.mark_complete(folder, self._objective, self.root.projectors, {"plan": self.plan.to_dict()})
+            state = {"plan": self.plan.to_dict()}
+            checkpoint.mark_complete(folder, self._objective, self.root.projectors, state, files)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint.load_weights(Path(resume_from_checkpoint), self.student_model, self.root.projectors)
