@@ -1,0 +1,73 @@
+"""Start ranks for a test: torchrun on CPU, with a hard time limit and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+GRACE = 5  # seconds between asking processes to end and making them
+MARK = "SILVERSPOON_TEST_RUN"
+
+
+def torchrun(
+    program: Path, arguments: Sequence[object], *, log: Path, num_ranks: int = 2, timeout: float = 120
+) -> None:
+    """Run ``program`` on ``num_ranks`` ranks and wait.
+
+    Args:
+        program: a Python file.
+        arguments: its command line.
+        log: where the output of all ranks goes.
+        num_ranks: number of processes.
+        timeout: seconds after which everything is ended.
+
+    Raises:
+        AssertionError: a rank failed or the time is over; the message holds the end of the output.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command = [*launcher, str(program), *map(str, arguments)]
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", MARK: mark}
+    code = None
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            end(mark)
+            process.wait()
+    outcome = f"ended with {code}" if code is not None else f"did not end within {timeout} s"
+    assert code == 0, f"{program.name} on {num_ranks} ranks {outcome}:\n{log.read_text()[-6000:]}"
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes of one run, found by their environment: torchrun gives each worker a group of its own."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def end(mark: str) -> None:
+    """End every process of one run."""
+    alive = marked(mark)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in alive:
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+        _, alive = psutil.wait_procs(alive, timeout=GRACE)
