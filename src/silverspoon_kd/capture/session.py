@@ -49,6 +49,8 @@ class Capture:
         trace: filled in by the first run and used by the later ones of the same model.
         substitute: for module names, a function of the module's incoming hidden states that gives what it shall
             compute on instead.
+        on_value: told of each recorded activation as soon as it is final (from the second forward on, when it is known
+            how often its module runs).
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class Capture:
         taps: Sequence[Tap],
         trace: Trace,
         substitute: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        on_value: Callable[[Tap, Tensor], None] | None = None,
     ) -> None:
+        self._on_value = on_value
         self.values: dict[Tap, Tensor] = {}
         self._model, self._taps, self._trace = model, [tap for tap in taps if tap.module], trace
         self._root_taps = [tap for tap in taps if not tap.module]
@@ -121,6 +125,7 @@ class Capture:
             if self._recording:
                 for tap in taps:
                     _, _, self.values[tap] = _hidden_argument(args, kwargs, tap.module)
+                self._tell(taps, self._counts.get(taps[0].module, 0) + 1)
 
         return hook
 
@@ -132,8 +137,16 @@ class Capture:
             for tap in taps:
                 if tap.side == "output":
                     self.values[tap] = select(output, tap.selector, f"module {name!r}")
+            self._tell([tap for tap in taps if tap.side == "output"], self._counts[name])
 
         return hook
+
+    def _tell(self, taps: Sequence[Tap], call: int) -> None:
+        if self._on_value is None or not self._trace.learned:
+            return
+        for tap in taps:
+            if call == self._trace.calls.get(tap.module):
+                self._on_value(tap, self.values[tap])
 
     def _complete(self) -> bool:
         return all(self._counts.get(tap.module, 0) >= self._trace.calls.get(tap.module, 1) for tap in self._taps)

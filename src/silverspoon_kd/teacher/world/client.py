@@ -1,0 +1,126 @@
+"""The student's side of a teacher world: requests go out at once, activations come in when they are taken."""
+
+import atexit
+import builtins
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from silverspoon_kd.capture import LABEL_KEYS, Tap
+from silverspoon_kd.errors import TeacherError
+from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun
+from silverspoon_kd.teacher.world.codec import encode
+from silverspoon_kd.teacher.world.launch import World
+from silverspoon_kd.teacher.world.link import Link
+
+
+class WorldRun(TeacherRun):
+    """One request; its activations arrive in the teacher's order."""
+
+    def __init__(self, executor: "WorldExecutor", number: int, sources: Sequence[int]) -> None:
+        self._executor, self.number, self._sources = executor, number, sources
+        self._parts: dict[int, dict[int, Tensor]] = {}
+        self._whole: dict[int, Tensor] = {}
+
+    def take(self, tap: Tap) -> Tensor:
+        index = self._executor.index[tap]
+        if index not in self._whole:
+            parts = [self._part(index, source) for source in self._sources]
+            self._whole[index] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._whole[index]
+
+    def deliver(self, index: int, source: int, value: Tensor | int) -> None:
+        """Put an activation into the mailbox; a number names the one that it equals."""
+        parts = self._parts.setdefault(index, {})
+        parts[source] = self._parts[value][source] if isinstance(value, int) else value
+
+    def close(self) -> None:
+        self._executor.forget(self.number)
+        self._parts, self._whole = {}, {}
+
+    def _part(self, index: int, source: int) -> Tensor:
+        while source not in self._parts.get(index, {}):
+            self._executor.receive(source)
+        return self._parts[index][source]
+
+
+class WorldExecutor(TeacherExecutor):
+    """Ask the node's teacher world.
+
+    Args:
+        world: started, or joined, on this node.
+        taps: the activations that will be taken, as the world knows them.
+        prepare: maps the batch to the teacher's; None: the batch itself.
+        columns: what the teacher's forward takes.
+        timeout: longest wait for an activation, in seconds.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        taps: Sequence[Tap],
+        *,
+        prepare: Callable[[Any], Mapping[str, Any]] | None,
+        columns: Sequence[str],
+        timeout: float,
+    ) -> None:
+        self.index = {tap: index for index, tap in enumerate(taps)}
+        self._world, self._prepare, self._columns = world, prepare, set(columns)
+        self._timeout = timeout
+        self._link: Link = world.connect(timedelta(seconds=timeout))
+        self._runs: dict[int, WorldRun] = {}
+        self._number = 0
+        atexit.register(self.close)
+
+    def start(self, batch: Mapping[str, Any]) -> TeacherRun:
+        inputs = self._prepare(dict(batch)) if self._prepare else batch
+        inputs = {
+            key: value
+            for key, value in inputs.items()
+            if key not in LABEL_KEYS and (not self._columns or key in self._columns)
+        }
+        self._number += 1
+        run = WorldRun(self, self._number, self._world.answering(_rows(inputs)))
+        self._runs[self._number] = run
+        tensors: list[Tensor] = []
+        form = encode(inputs, tensors)
+        with self._world.watching():
+            self._link.send(self._world.lead, {"id": self._number, "inputs": form}, tensors)
+        return run
+
+    def receive(self, source: int) -> None:
+        """Wait for the next message of a teacher process and put it where it belongs."""
+        with self._world.watching():
+            message = self._link.receive(source)
+        content = message.content
+        if "error" in content:
+            raise _rebuilt(content["error"])
+        run = self._runs.get(content["id"])
+        if run is not None:
+            value = content["same_as"] if "same_as" in content else message.tensors[0]
+            run.deliver(content["tap"], source, value)
+
+    def forget(self, number: int) -> None:
+        """Drop what still arrives for a run."""
+        self._runs.pop(number, None)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._world.close()
+
+
+def _rows(inputs: Mapping[str, Any]) -> int:
+    return max((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), default=0)
+
+
+def _rebuilt(report: dict[str, str]) -> Exception:
+    """Return the teacher's exception as itself where its type is a common one, with the teacher's own traceback."""
+    known = {"OutOfMemoryError": torch.OutOfMemoryError}
+    kind = known.get(report["type"]) or getattr(builtins, report["type"], None)
+    usable = isinstance(kind, type) and issubclass(kind, Exception)
+    error = kind(report["text"]) if usable else TeacherError(f"{report['type']}: {report['text']}")  # type: ignore[misc]
+    error.add_note("In a teacher process. " + report["details"])
+    return error

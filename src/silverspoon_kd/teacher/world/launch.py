@@ -1,0 +1,184 @@
+"""Starting, joining and ending the teacher world of a node."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from silverspoon_kd.errors import TeacherError
+from silverspoon_kd.teacher.world.link import Link
+from silverspoon_kd.teacher.world.spec import WorldSpec
+from silverspoon_kd.teacher.world.weights import SharedWeights, dump
+
+logger = logging.getLogger(__name__)
+
+# A process that was launched by torchrun or accelerate must not look to its child like one of its own ranks.
+_LAUNCHER_VARIABLES = (
+    "TORCHELASTIC_",
+    "GROUP_",
+    "ROLE_",
+    "ACCELERATE_",
+    "FSDP_",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+)
+
+
+class World:
+    """The teacher world of this node, seen from one student rank.
+
+    Args:
+        spec: of the world.
+        local_rank: of this student among those of the node; 0 starts the processes.
+        port: of the store, for ranks other than 0.
+        shared: the weights of a teacher that was given as a module.
+    """
+
+    def __init__(self, spec: WorldSpec, local_rank: int, port: int | None, shared: SharedWeights | None) -> None:
+        self._spec, self._local_rank = spec, local_rank
+        self._timeout = timedelta(seconds=spec.timeout)
+        self._processes: list[subprocess.Popen] = []
+        self._closing = False
+        self.lead = spec.num_students
+        self.store = TCPStore(
+            "127.0.0.1", port or 0, is_master=local_rank == 0, wait_for_workers=False, timeout=self._timeout
+        )
+        if local_rank == 0:
+            self._start(shared)
+
+    @property
+    def port(self) -> int:
+        """The store's port, for the other students of the node."""
+        return self.store.port
+
+    def facts(self) -> dict[str, Any]:
+        """Wait until the teacher is loaded and return what it says of itself.
+
+        Raises:
+            TeacherError: a teacher process failed or did not answer in time.
+        """
+        deadline = time.monotonic() + self._spec.timeout
+        while not self.store.check(["hello"]):
+            self._raise_failure()
+            if time.monotonic() > deadline:
+                raise TeacherError(
+                    f"The teacher was not loaded within {self._spec.timeout:.0f} s. Raise teacher_timeout."
+                )
+            time.sleep(0.05)
+        return json.loads(self.store.get("hello"))
+
+    def connect(self, timeout: timedelta) -> Link:
+        """Join the wire; all students and teacher processes of the node do so at once."""
+        with self.watching():
+            return Link(self.store, self._local_rank, self._spec.num_students + self._spec.num_processes, timeout)
+
+    def answering(self, rows: int) -> list[int]:
+        """Return the link ranks of the processes that send activations for a batch of ``rows``."""
+        if self._spec.strategy != "sharded":
+            return [self.lead]
+        share = -(-rows // self._spec.num_processes)
+        return [self.lead + number for number in range(-(-rows // max(share, 1)))]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Turn a broken or silent wire into the teacher's own error.
+
+        Raises:
+            TeacherError: a teacher process ended or did not answer.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, TeacherError):
+                raise
+            # The report may be on its way: the wire breaks before the parent has seen the end of the process.
+            for _ in range(40):
+                self._raise_failure(error)
+                time.sleep(0.05)
+            raise TeacherError(
+                f"The teacher did not answer within {self._spec.timeout:.0f} s, or its wire broke ({error}). Raise "
+                "teacher_timeout if a forward takes longer."
+            ) from error
+
+    def close(self) -> None:
+        """End the world: the processes leave when their pipe is closed. Called again it does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            done = self.store.add("students_done", 1)
+            deadline = time.monotonic() + 5
+            while self._processes and done < self._spec.num_students and time.monotonic() < deadline:
+                time.sleep(0.02)
+                done = self.store.add("students_done", 0)
+        except RuntimeError:
+            logger.debug("The store of the teacher world is gone already.")
+        for process in self._processes:
+            if process.stdin:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, shared: SharedWeights | None) -> None:
+        payload = dump(self._spec, shared)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHER_VARIABLES)}
+        for rank in range(self._spec.num_processes):
+            start = {
+                "rank": rank,
+                "port": self.port,
+                "timeout": self._spec.timeout,
+                "cores": self._cores_of(rank),
+                "search_path": self._spec.search_path,
+                "file": shared.path if shared else None,
+                "nbytes": shared.nbytes if shared else 0,
+                "payload": len(payload),
+            }
+            command = [sys.executable, "-m", "silverspoon_kd.teacher.world.process"]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+            self._processes.append(process)
+            threading.Thread(target=self._feed, args=(process, start, payload), daemon=True).start()
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    def _cores_of(self, rank: int) -> list[int]:
+        cores = self._spec.cores
+        own = cores if self._spec.strategy == "pp" else cores[rank : rank + 1]
+        return sorted({core for device in own for core in device})
+
+    def _feed(self, process: subprocess.Popen, start: dict[str, Any], payload: bytes) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(start).encode() + b"\n" + payload)
+            process.stdin.flush()
+        except OSError:
+            logger.debug("The teacher process %d ended before it was told what to do.", process.pid)
+
+    def _watch(self, rank: int, process: subprocess.Popen) -> None:
+        code = process.wait()
+        if self._closing or self.store.check(["failed"]):
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        text = f"The teacher process {rank} (pid {process.pid}) {how}."
+        self.store.set("failed", json.dumps({"rank": rank, "type": "TeacherError", "text": text, "traceback": ""}))
+
+    def _raise_failure(self, cause: BaseException | None = None) -> None:
+        if not self.store.check(["failed"]):
+            return
+        report = json.loads(self.store.get("failed"))
+        details = f"\n\nThe teacher process's own traceback:\n{report['traceback']}" if report["traceback"] else ""
+        kind = "" if report["type"].endswith("Error") and not details else f"{report['type']}: "
+        raise TeacherError(f"{kind}{report['text']}{details}") from cause

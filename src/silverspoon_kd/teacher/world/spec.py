@@ -1,0 +1,48 @@
+"""What a teacher process is told when it starts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from silverspoon_kd.capture import Tap
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """One node's teacher world.
+
+    Attributes:
+        source: a model id or folder, a callable that builds the module, or the module itself.
+        taps: the activations that students will take.
+        strategy: "pp", "tp" or "sharded".
+        device_type: of the teacher's devices.
+        devices: their logical indices: one for each process with "tp" and "sharded", all for the one process of "pp".
+        cores: CPU cores to stay on, by device; empty: no restriction.
+        wrap_cls: for "sharded".
+        autocast: dtype of mixed precision.
+        num_students: student ranks of this node.
+        example: keyword arguments of a tiny forward, where the model's config says too little.
+        timeout: longest wait for a message, in seconds.
+        search_path: the starting process's ``sys.path``.
+    """
+
+    source: str | Callable[[], nn.Module] | nn.Module
+    taps: Sequence[Tap]
+    strategy: str
+    device_type: str
+    devices: tuple[int, ...]
+    cores: tuple[tuple[int, ...], ...]
+    wrap_cls: str | list[str] | None
+    autocast: torch.dtype | None
+    num_students: int
+    example: dict[str, Any] | None
+    timeout: float
+    search_path: tuple[str, ...]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the world."""
+        return 1 if self.strategy == "pp" else len(self.devices)

@@ -1,0 +1,128 @@
+"""How the teacher is spread over the devices of its world."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from silverspoon_kd.capture import base_of
+from silverspoon_kd.errors import PlacementError, TeacherError
+from silverspoon_kd.teacher.hygiene import freeze_teacher, is_self_placed
+from silverspoon_kd.teacher.loading import load_model
+from silverspoon_kd.teacher.sharding import shard_frozen
+from silverspoon_kd.teacher.world.spec import WorldSpec
+
+
+def build_teacher(spec: WorldSpec, rank: int, describe: Callable[[nn.Module], None]) -> nn.Module:
+    """Load, freeze and spread the teacher as process ``rank`` of its world; ``describe`` sees it while it is whole."""
+    teacher = load_model(spec.source, "teacher")
+    freeze_teacher(teacher)
+    describe(teacher)
+    place = {"pp": place_pipeline, "tp": place_tensor, "sharded": place_sharded}[spec.strategy]
+    return place(teacher, spec, rank)
+
+
+def place_pipeline(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
+    """Spread whole blocks over all devices of the one process, in order, balanced by size."""
+    if is_self_placed(teacher):
+        return teacher
+    devices = [f"{spec.device_type}:{index}" for index in spec.devices]
+    if spec.device_type == "cpu" or len(devices) == 1:
+        return teacher.to("cpu" if spec.device_type == "cpu" else devices[0])
+    from accelerate import dispatch_model
+
+    return dispatch_model(teacher, device_map=pipeline_map(teacher, devices), main_device=devices[0])
+
+
+def pipeline_map(teacher: nn.Module, devices: list[str]) -> dict[str, Any]:
+    """Return ``{module name: device}`` that covers the model, with each repeated block whole and tied weights together.
+
+    Raises:
+        PlacementError: the model cannot be divided.
+    """
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import compute_module_sizes
+
+    base = base_of(teacher)
+    blocks = list(getattr(base, "_no_split_modules", None) or _repeated_blocks(base))
+    sizes = compute_module_sizes(base)
+    largest = max(
+        (sizes[name] for name, module in base.named_modules() if type(module).__name__ in blocks and name), default=0
+    )
+    share = sizes[""] // len(devices)
+    for slack in (0, largest // 2, largest, 2 * largest, sizes[""]):
+        room: dict[int | str, int] = dict.fromkeys(range(len(devices)), share + slack + 1)
+        room[len(devices) - 1] = sizes[""] + 1
+        found = infer_auto_device_map(base, max_memory={**room, "cpu": 0}, no_split_module_classes=blocks)
+        if set(found.values()) <= set(room):
+            return {name: devices[int(number)] for name, number in found.items()}
+    raise PlacementError(f"The teacher {type(base).__name__} cannot be divided over {', '.join(devices)}.")
+
+
+def place_tensor(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
+    """Split weights over one process a device, by the model's own tensor-parallel plan."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    check_tensor_plan(teacher, len(spec.devices))
+    teacher = teacher.to(_device(spec, rank))
+    if len(spec.devices) == 1:
+        return teacher
+    base: Any = base_of(teacher)
+    mesh = init_device_mesh(spec.device_type, (len(spec.devices),))
+    plan = dict(base._expand_parallel_plan(base.tp_plan))
+    tied = _tied_head(base)
+    if tied:
+        plan.pop("lm_head", None)
+        plan = {name: style for name, style in plan.items() if not name.startswith("lm_head")}
+    apply_tensor_parallelism(base, mesh, plan)
+    if tied:
+        base.lm_head.weight = base.get_input_embeddings().weight
+    return teacher
+
+
+def check_tensor_plan(teacher: nn.Module, num_devices: int) -> None:
+    """Refuse what cannot be split.
+
+    Raises:
+        PlacementError: there is no plan, or heads do not divide.
+    """
+    base: Any = base_of(teacher)
+    name, config = type(base).__name__, getattr(base, "config", None)
+    if not getattr(base, "_tp_plan", None) and not getattr(base, "tp_plan", None):
+        raise PlacementError(
+            f"strategy='tp' needs a tensor-parallel plan, but {name} has no _tp_plan. Use strategy='pp' or 'sharded'."
+        )
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field, None)
+        if isinstance(heads, int) and heads % num_devices:
+            raise PlacementError(
+                f"strategy='tp' over {num_devices} devices: {field}={heads} of {name} does not divide by it. "
+                "Use another number of devices, or strategy='pp' or 'sharded'."
+            )
+
+
+def place_sharded(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
+    """Shard every weight over one process a device."""
+    if is_self_placed(teacher):
+        raise TeacherError(f"The teacher {type(teacher).__name__} places itself (device_map, quantised): use 'pp'.")
+    teacher = teacher.to(_device(spec, rank))
+    if len(spec.devices) == 1:
+        return teacher
+    return shard_frozen(teacher, init_device_mesh(spec.device_type, (len(spec.devices),)), spec.wrap_cls)
+
+
+def _device(spec: WorldSpec, rank: int) -> torch.device:
+    return torch.device("cpu") if spec.device_type == "cpu" else torch.device(spec.device_type, spec.devices[rank])
+
+
+def _tied_head(base: Any) -> bool:
+    head = getattr(base, "lm_head", None)
+    embeddings = base.get_input_embeddings()
+    return head is not None and embeddings is not None and head.weight is embeddings.weight
+
+
+def _repeated_blocks(base: nn.Module) -> set[str]:
+    """Return the classes that make up a list of modules, which is what a block is where the model does not say."""
+    return {type(child).__name__ for module in base.modules() if isinstance(module, nn.ModuleList) for child in module}
