@@ -102,6 +102,8 @@ class ParityRows(Dataset):
             ids = [numbers.randint(1, VOCABULARY - 1) for _ in range(8 if equal else numbers.randint(4, 12))]
             left_out = 0.0 if equal else 1.0 if index % 4 == 2 else 0.4
             labels = [-100 if numbers.random() < left_out else token for token in ids]
+            # Nothing predicts the first token, but behind padding on the left its label would count.
+            labels[0] = -100
             self.rows.append({"input_ids": ids, "labels": labels})
 
     def __len__(self) -> int:

@@ -53,6 +53,7 @@ def build(
     collate: Collate = Collate(),  # noqa: B008
     rows: Any = None,
     alignments: Any = None,
+    loss_arguments: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
     """Return the distiller of a case; ``changes`` go to its arguments."""
@@ -76,7 +77,7 @@ def build(
         "data_collator": collate,
     }
     if case.distiller == "response":
-        return ResponseBasedDistiller(student, teacher, **common)
+        return ResponseBasedDistiller(student, teacher, soft_loss_fn_kwargs=loss_arguments, **common)
     if alignments is None:
         alignments = create_alignments(
             teacher, student, case.modules, output_selector_index=0, loss_weight=case.loss_weight

@@ -185,7 +185,6 @@ class DistillationTrainer(transformers.Trainer):
             self._eval_values.add(parts, weight=rows)
             return
         if not self._first_step_checked:
-            self._first_step_checked = True
             bad = not_finite({name: float(value) for name, value in parts.items()})
             if bad:
                 raise TrainingError(
@@ -243,7 +242,7 @@ class DistillationTrainer(transformers.Trainer):
                 limits[name] = spec.max_grad_norm
         self._norms = clip_gradients(groups, limits, clip_projectors=self.args.clip_projectors)
         self._rates = {group["alignment"]: group["lr"] for group in groups}
-        self._num_steps += 1
+        self._num_steps, self._first_step_checked = self._num_steps + 1, True
         return self._norms[""]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
