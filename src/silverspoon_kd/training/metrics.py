@@ -47,6 +47,12 @@ def not_finite(values: Mapping[str, float]) -> list[str]:
     return [name for name, value in values.items() if value != value or value in (float("inf"), float("-inf"))]
 
 
+def evaluation_logs(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the metrics of one evaluation by term; ``prefix`` is the data set's, such as "eval"."""
+    whole = ("task", "end_to_end")
+    return {f"{prefix}_{name}_loss" if name in whole else f"{prefix}_loss/{name}": values[name] for name in values}
+
+
 def step_logs(
     values: Mapping[str, float], rates: Mapping[str, Any], norms: Mapping[str, Tensor], step: int
 ) -> dict[str, float]:

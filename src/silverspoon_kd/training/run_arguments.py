@@ -40,6 +40,8 @@ def run_arguments(args: TrainingArguments | None, kind: str, student: nn.Module)
     _check_output_dir(Path(args.output_dir))
     args = copy.copy(args)
     args.label_smoothing_factor = 0.0
+    # The Trainer writes its own wish into the user's config; every forward says use_cache=False anyway.
+    args.use_cache = getattr(getattr(student, "config", None), "use_cache", args.use_cache)
     args.max_grad_norm = args.max_grad_norm or 0.0
     if args.n_gpu > 1:
         logger.warning(

@@ -32,10 +32,11 @@ from silverspoon_kd.training.assembly import (
     group_specs,
     owned_parameters,
 )
+from silverspoon_kd.training.buffers import SharedBuffers
 from silverspoon_kd.training.collate import DictCollator
 from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
 from silverspoon_kd.training.instruments import make_instruments
-from silverspoon_kd.training.metrics import RunningMeans, not_finite, step_logs
+from silverspoon_kd.training.metrics import RunningMeans, evaluation_logs, not_finite, step_logs
 from silverspoon_kd.training.run_arguments import (
     autocast_dtype,
     refuse_arguments,
@@ -109,7 +110,6 @@ class DistillationTrainer(transformers.Trainer):
         assembly = self._assemble(args, make_batch(train_dataset), make_batch(eval_dataset))
         self.root, self._trainable = assembly.root, assembly.trainable
         check_optimizer(trainer_arguments.get("optimizers", (None, None))[0], self.root)
-        cached = getattr(getattr(student_model, "config", None), "use_cache", None)
         super().__init__(
             model=self.root,
             args=args,
@@ -118,15 +118,11 @@ class DistillationTrainer(transformers.Trainer):
             eval_dataset=eval_dataset,
             **trainer_arguments,
         )
-        if cached is not None:
-            # The Trainer writes its own wish into the user's config; every forward says use_cache=False anyway.
-            config: Any = student_model.config
-            config.use_cache = cached
         names = self.root.view.names
         self.data_collator = DictCollator(self.data_collator, names, given_by_user=data_collator is not None)
         self._instruments = make_instruments(args)
-        for instrument in self._instruments:
-            self.add_callback(instrument)
+        for callback in (*self._instruments, SharedBuffers()):
+            self.add_callback(callback)
         self.loss_is_scaled_for_ga = True
         self.can_return_loss = True
         self.label_names, self._signature_columns = list(self._labels), columns
@@ -272,6 +268,13 @@ class DistillationTrainer(transformers.Trainer):
                 for instrument in self._instruments:
                     instrument.stop()
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            # The Trainer looks only after a step: a finished run that is resumed would be trained one step too far.
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -292,9 +295,7 @@ class DistillationTrainer(transformers.Trainer):
         self._eval_values = RunningMeans()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
-        for name, value in self._eval_values.drain(self.accelerator.gather).items():
-            key = f"{prefix}_{name}_loss" if name in ("task", "end_to_end") else f"{prefix}_loss/{name}"
-            output.metrics[key] = value
+        output.metrics.update(evaluation_logs(self._eval_values.drain(self.accelerator.gather), prefix))
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
