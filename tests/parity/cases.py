@@ -234,7 +234,14 @@ EARLY_BLOCK = [
     for distiller in ("holistic", "blockwise")
 ]
 NORMS = [
-    Case(f"{distiller}-norms", distiller, "norms", modules=r"blocks\.[02]", steps=2)
+    Case(
+        f"{distiller}-norms",
+        distiller,
+        "norms",
+        modules=r"blocks\.[02]",
+        steps=2,
+        arguments={"save_strategy": "steps", "save_steps": 2},
+    )
     for distiller in ("response", "holistic", "blockwise")
 ]
 LAYER_DROP = Case("response-layer_drop", "response", "layer_drop", steps=6, arguments={"gradient_checkpointing": True})

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from parity.cases import Case, Collate, Layout, ParityRows, build_student, build_teacher
 from silverspoon_kd import BlockwiseDistiller, HolisticDistiller, ResponseBasedDistiller, create_alignments
+from silverspoon_kd.errors import TrainingError
 from support.tiny import arguments
 
 
@@ -23,6 +24,8 @@ class Outcome:
         buffers: running statistics of the student afterwards.
         losses: the logged losses of each step.
         wrapped: class of the module that the Trainer trained.
+        static_graph: whether DDP was told that the graph never changes.
+        refusal: the error of a step that goes round the wrapper; "" on one process, where there is nothing to go round.
         optimized: names of the parameters in the optimizer.
         teacher: facts about the teacher.
     """
@@ -32,6 +35,8 @@ class Outcome:
     buffers: dict[str, Tensor]
     losses: list[dict[str, float]]
     wrapped: str
+    static_graph: bool
+    refusal: str
     optimized: list[str]
     teacher: dict[str, Any]
 
@@ -104,6 +109,8 @@ def train(distiller: Any) -> Outcome:
             if "loss" in entry
         ],
         wrapped=type(distiller.model_wrapped).__name__,
+        static_graph=bool(getattr(distiller.model_wrapped, "static_graph", False)),
+        refusal=_refusal(distiller) if distiller.args.world_size > 1 else "",
         optimized=[names[id(each)] for group in distiller.optimizer.param_groups for each in group["params"]],
         teacher={
             "class": type(distiller._executor.teacher).__name__,
@@ -142,6 +149,15 @@ def identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Return the names whose tensors are not bit-equal."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def _refusal(distiller: Any) -> str:
+    batch = distiller.data_collator([distiller.train_dataset[0]])
+    try:
+        distiller.compute_loss(distiller.root.train(), batch)
+    except TrainingError as error:
+        return str(error)
+    return ""
 
 
 def _copies(named: Any) -> dict[str, Tensor]:

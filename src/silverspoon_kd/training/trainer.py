@@ -227,6 +227,7 @@ class DistillationTrainer(transformers.Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip each alignment's gradient to its own limit; one block cannot starve the others."""
+        self.root.release()  # before callbacks may use the student
         self.accelerator.unscale_gradients()
         groups = self.optimizer.param_groups
         for group in groups:
