@@ -16,8 +16,9 @@ class InputView:
     """The part of a batch that one model takes.
 
     A transformers model gets the columns its forward names, never those that would vanish in its ``**kwargs``; another
-    module whose forward is ``(*args, **kwargs)`` gets everything. Labels are passed only on request. Caches of keys and
-    values are switched off by argument, so that nobody's config is changed.
+    module whose forward is ``(*args, **kwargs)`` gets everything. Labels are passed only on request; the ids of a
+    decoder that a model would make from them are made here. Caches of keys and values are switched off by argument, so
+    that nobody's config is changed.
     """
 
     def __init__(self, model: nn.Module, role: str) -> None:
@@ -32,6 +33,7 @@ class InputView:
         self.takes_everything = variadic and not (self.is_transformers and self.names)
         self.takes_num_items = "num_items_in_batch" in self.names or (variadic and self.is_transformers)
         caches = self.is_transformers and hasattr(config, "use_cache")
+        self._shift = getattr(base, "prepare_decoder_input_ids_from_labels", None)
         self._fixed = {"use_cache": False} if caches and (variadic or "use_cache" in self.names) else {}
 
     def __call__(self, batch: Mapping[str, Any], *, with_labels: bool = False) -> dict[str, Any]:
@@ -47,4 +49,10 @@ class InputView:
                 f"The {self.role} {self.model_name} takes {', '.join(self.names)}, but a batch has only "
                 f"{', '.join(batch)}. Rename the columns, or map them with prepare_{self.role}_inputs."
             )
+        if self._shift is not None and batch.get("labels") is not None and not _has_decoder_inputs(batch):
+            inputs["decoder_input_ids"] = self._shift(batch["labels"])
         return {**inputs, **{key: value for key, value in self._fixed.items() if key not in inputs}}
+
+
+def _has_decoder_inputs(batch: Mapping[str, Any]) -> bool:
+    return any(batch.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))

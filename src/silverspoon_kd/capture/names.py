@@ -20,13 +20,14 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """Return the model under DDP, DataParallel, ``torch.compile`` and PEFT wrappers."""
+    """Return the model under DDP, DataParallel, FSDP1, checkpointing, ``torch.compile`` and PEFT wrappers."""
     current: Any = model
     while True:
+        inserted = next((name for name in _INSERTED if name in current._modules), None)
         if type(current).__name__ in ("DistributedDataParallel", "DataParallel"):
             current = current.module
-        elif "_orig_mod" in current._modules:
-            current = current._modules["_orig_mod"]
+        elif inserted is not None:
+            current = current._modules[inserted]
         elif is_peft_model(current):
             current = current.get_base_model()
         else:

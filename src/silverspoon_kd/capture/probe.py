@@ -27,7 +27,8 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor] | None:
     if main == "pixel_values":
         size = getattr(config, "image_size", None) or 64
         height, width = (size, size) if isinstance(size, int) else tuple(size)
-        return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width)}
+        dtype = next((tensor.dtype for tensor in base.parameters()), torch.float32)
+        return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width, dtype=dtype)}
     return None
 
 
@@ -49,13 +50,15 @@ def probe(
     """
     with _evaluating(model):
         try:
-            return _fake(model, inputs, call)
+            with _attributes_kept(model), _quiet():
+                return _fake(model, inputs, call)
         except Exception as error:
             logger.debug("A forward on fake tensors is not possible for %s: %s", type(model).__name__, error)
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        with torch.random.fork_rng(devices=[]):
-            moved = map_tensors(lambda tensor: tensor.to(device), dict(inputs))
-            return call(lambda: model(**moved)), dict(model.named_parameters())
+        moved = map_tensors(lambda tensor: tensor.to(device), dict(inputs))
+        buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
+        with _attributes_kept(model), torch.random.fork_rng(devices=[]):
+            return call(lambda: functional_call(model, buffers, (), moved)), dict(model.named_parameters())
 
 
 def _fake(
@@ -72,6 +75,29 @@ def _fake(
             return functional_call(model, {**parameters, **buffers}, (), fake_inputs)
 
     return call(forward), parameters
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from printing a traceback for each operation that has no fake form: the real forward comes next."""
+    noisy = logging.getLogger("torch._subclasses.fake_tensor")
+    before, noisy.disabled = noisy.disabled, True
+    try:
+        yield
+    finally:
+        noisy.disabled = before
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what the forward keeps on its modules, such as a causal mask made once: a fake one would not work again."""
+    before = [(kept, dict(kept)) for module in model.modules() for kept in (module._buffers, vars(module))]
+    try:
+        yield
+    finally:
+        for kept, content in before:
+            kept.clear()
+            kept.update(content)
 
 
 @contextmanager

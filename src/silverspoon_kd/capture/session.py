@@ -81,6 +81,19 @@ class Capture:
             TrainingError: a tapped module did not run.
         """
         kept: list[RemovableHandle] = []
+        with ExitStack() as on_error:
+            on_error.callback(_remove, kept)
+            output, order = self._forward(call, kept, may_stop)
+            for tap in self._root_taps:
+                self.values[tap] = select(output, tap.selector, "the model")
+            self._check_complete()
+            self._learn(order)
+            on_error.pop_all()
+        return output, kept
+
+    def _forward(
+        self, call: Callable[[], Any], kept: list[RemovableHandle], may_stop: bool
+    ) -> tuple[Any, list[tuple[str, int]]]:
         with ExitStack() as stack:
             for name, replace in self._substitute.items():
                 hook = _substitution(replace, name)
@@ -92,18 +105,9 @@ class Capture:
                 self._hook_stop(stack, self._trace.stop_before)
             self._recording = True
             try:
-                output = call()
+                return call(), order
             except _StopForwardError:
-                output = None
-            except BaseException:
-                for handle in kept:
-                    handle.remove()
-                raise
-        for tap in self._root_taps:
-            self.values[tap] = select(output, tap.selector, "the model")
-        self._check_complete()
-        self._learn(order)
-        return output, kept
+                return None, order
 
     def _end(self) -> None:
         self._recording = False
@@ -193,6 +197,11 @@ class Capture:
                 f"The aligned module {missing[0]!r} of {type(base_of(self._model)).__name__} did not run in this "
                 "forward, so it can get no loss. Align a module that every batch goes through."
             )
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _is_checkpointed_layer(module: nn.Module) -> bool:

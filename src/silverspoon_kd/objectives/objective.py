@@ -147,9 +147,13 @@ def logits_alignment(loss: object, loss_kwargs: Mapping[str, object] | None) -> 
 def _teacher_input_for(
     alignment: Alignment, signals: TeacherSignals, projector: nn.Module
 ) -> Callable[[Tensor], Tensor]:
+    # Kept, since recomputation under activation checkpointing asks again when the teacher run is closed.
+    teacher: list[Tensor] = []
+
     def replace(hidden: Tensor) -> Tensor:
-        teacher = signals.take(teacher_input(alignment)).detach().to(hidden.device)
-        return projector.project_input(teacher).to(hidden.dtype)  # type: ignore[operator]
+        if not teacher:
+            teacher.append(signals.take(teacher_input(alignment)).detach().to(hidden.device))
+        return projector.project_input(teacher[0]).to(hidden.dtype)  # type: ignore[operator]
 
     return replace
 

@@ -76,8 +76,7 @@ def positions_of(batch: Mapping[str, Any], conventions: Conventions) -> Position
     labels = batch.get("labels")
     label_mask = _label_mask(labels, conventions.shifts_labels)
     if conventions.encoder_decoder:
-        decoder = _token_mask(batch, "decoder_attention_mask", "decoder_input_ids")
-        decoder = label_mask if decoder is None else decoder
+        decoder = _decoder_mask(batch, label_mask)
         masks |= {} if decoder is None else {"decoder_tokens": decoder}
     base = masks.get("decoder_tokens" if conventions.encoder_decoder else "tokens")
     if label_mask is not None and label_mask.dim() == 2:
@@ -95,6 +94,13 @@ def _token_mask(batch: Mapping[str, Any], mask_key: str, ids_key: str) -> Tensor
     if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
         return torch.ones_like(ids, dtype=torch.bool)
     return None
+
+
+def _decoder_mask(batch: Mapping[str, Any], label_mask: Tensor | None) -> Tensor | None:
+    """Return the decoder's own mask. Collators for translation make none: there the labels tell where padding is."""
+    if label_mask is not None and not isinstance(batch.get("decoder_attention_mask"), Tensor):
+        return label_mask
+    return _token_mask(batch, "decoder_attention_mask", "decoder_input_ids")
 
 
 def _label_mask(labels: Any, shifts: bool) -> Tensor | None:

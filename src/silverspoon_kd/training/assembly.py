@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from silverspoon_kd.alignment import Alignment
-from silverspoon_kd.capture import Capture, Tap, Trace, base_of, find_module
+from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of, find_module
 from silverspoon_kd.capture.probe import example_inputs, probe
 from silverspoon_kd.errors import AlignmentError, ConfigurationError, DataError
 from silverspoon_kd.objectives import Objective
@@ -152,8 +152,12 @@ def _bind_heads(teacher: nn.Module, alignments: Sequence[Alignment]) -> None:
             alignment.loss = alignment.loss.with_head(head.weight.detach())  # type: ignore[attr-defined]
 
 
-def _inputs_for(model: nn.Module, example: Mapping[str, Any] | None, role: str) -> Mapping[str, Any]:
-    inputs = example_inputs(model) or example
+def _inputs_for(
+    model: nn.Module, example: Mapping[str, Any] | None, role: str, *, with_labels: bool = False
+) -> Mapping[str, Any]:
+    inputs = example_inputs(model)
+    if inputs is None and example is not None:
+        inputs = InputView(model, role)(example, with_labels=with_labels)
     if inputs is None:
         raise DataError(
             f"The shapes of the {role} {type(base_of(model)).__name__} cannot be found without data. Pass a "
@@ -199,7 +203,7 @@ def _probe_student(
             handle.remove()
         return capture.values, list(tensors_in(output)) if options.alpha > 0 else []
 
-    return probe(student, _inputs_for(student, example, "student"), call)
+    return probe(student, _inputs_for(student, example, "student", with_labels=options.alpha > 0), call)
 
 
 def _projectors(
