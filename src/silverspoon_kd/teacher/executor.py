@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from silverspoon_kd.capture import Tap
+from silverspoon_kd.errors import DataError
 
 
 class TeacherRun(abc.ABC):
@@ -31,3 +32,20 @@ class TeacherExecutor(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release hooks, devices and processes."""
+
+
+def check_ids(inputs: Mapping[str, Any], vocab_size: int | None) -> None:
+    """Catch token ids beyond the teacher's embeddings on CPU, where looking costs no synchronisation.
+
+    Raises:
+        DataError: there is one.
+    """
+    ids = inputs.get("input_ids")
+    if vocab_size is None or not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    largest = int(ids.max())
+    if largest >= vocab_size:
+        raise DataError(
+            f"The batch holds the token id {largest}, but the teacher's vocabulary has {vocab_size} entries. Teacher "
+            "and student must use the same tokenizer."
+        )

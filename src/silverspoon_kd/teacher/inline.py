@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from silverspoon_kd.capture import Capture, InputView, Tap, Trace
-from silverspoon_kd.errors import DataError
-from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun
+from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
+from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun, check_ids
 from silverspoon_kd.teacher.hygiene import adapters_off, freeze_teacher, place_replicated, shares_base
 
 
@@ -52,11 +51,12 @@ class InlineExecutor(TeacherExecutor):
         self.teacher = teacher
         self.view = InputView(teacher, "teacher")
         self._taps, self._trace, self._prepare = taps, trace, prepare
+        self._vocab_size = getattr(getattr(base_of(teacher), "config", None), "vocab_size", None)
         self._autocast, self._around = autocast, around
 
     def start(self, batch: Mapping[str, Any]) -> TeacherRun:
         inputs = self.view(self._prepare(dict(batch)) if self._prepare else batch)
-        self._check_ids(inputs)
+        check_ids(inputs, self._vocab_size)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._around())
@@ -71,19 +71,6 @@ class InlineExecutor(TeacherExecutor):
 
     def close(self) -> None:
         self._prepare = None
-
-    def _check_ids(self, inputs: Mapping[str, Any]) -> None:
-        """Catch ids beyond the teacher's embeddings on CPU, where looking costs no synchronisation."""
-        ids = inputs.get("input_ids")
-        size = getattr(getattr(self.teacher, "config", None), "vocab_size", None)
-        if size is None or not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.numel() == 0:
-            return
-        largest = int(ids.max())
-        if largest >= size:
-            raise DataError(
-                f"The batch holds the token id {largest}, but the teacher's vocabulary has {size} entries. Teacher and "
-                "student must use the same tokenizer."
-            )
 
 
 def place_teacher(

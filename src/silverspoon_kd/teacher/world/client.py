@@ -11,10 +11,12 @@ from torch import Tensor
 
 from silverspoon_kd.capture import LABEL_KEYS, Tap
 from silverspoon_kd.errors import TeacherError
-from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun
+from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun, check_ids
+from silverspoon_kd.teacher.facts import TeacherFacts
 from silverspoon_kd.teacher.world.codec import encode
 from silverspoon_kd.teacher.world.launch import World
 from silverspoon_kd.teacher.world.link import Link
+from silverspoon_kd.tree import tensors_in
 
 
 class WorldRun(TeacherRun):
@@ -54,7 +56,7 @@ class WorldExecutor(TeacherExecutor):
         world: started, or joined, on this node.
         taps: the activations that will be taken, as the world knows them.
         prepare: maps the batch to the teacher's; None: the batch itself.
-        columns: what the teacher's forward takes.
+        facts: what the world said of the teacher.
         timeout: longest wait for an activation, in seconds.
     """
 
@@ -64,12 +66,11 @@ class WorldExecutor(TeacherExecutor):
         taps: Sequence[Tap],
         *,
         prepare: Callable[[Any], Mapping[str, Any]] | None,
-        columns: Sequence[str],
+        facts: TeacherFacts,
         timeout: float,
     ) -> None:
         self.index = {tap: index for index, tap in enumerate(taps)}
-        self._world, self._prepare, self._columns = world, prepare, set(columns)
-        self._timeout = timeout
+        self._world, self._prepare, self._facts = world, prepare, facts
         self._link: Link = world.connect(timedelta(seconds=timeout))
         self._runs: dict[int, WorldRun] = {}
         self._number = 0
@@ -77,13 +78,14 @@ class WorldExecutor(TeacherExecutor):
 
     def start(self, batch: Mapping[str, Any]) -> TeacherRun:
         inputs = self._prepare(dict(batch)) if self._prepare else batch
+        columns = self._facts.columns
         inputs = {
-            key: value
-            for key, value in inputs.items()
-            if key not in LABEL_KEYS and (not self._columns or key in self._columns)
+            key: value for key, value in inputs.items() if key not in LABEL_KEYS and (columns is None or key in columns)
         }
+        check_ids(inputs, self._facts.vocab_size)
         self._number += 1
-        run = WorldRun(self, self._number, self._world.answering(_rows(inputs)))
+        rows = max((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), default=0)
+        run = WorldRun(self, self._number, self._world.answering(rows))
         self._runs[self._number] = run
         tensors: list[Tensor] = []
         form = encode(inputs, tensors)
@@ -110,10 +112,6 @@ class WorldExecutor(TeacherExecutor):
     def close(self) -> None:
         atexit.unregister(self.close)
         self._world.close()
-
-
-def _rows(inputs: Mapping[str, Any]) -> int:
-    return max((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), default=0)
 
 
 def _rebuilt(report: dict[str, str]) -> Exception:

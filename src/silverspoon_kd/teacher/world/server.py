@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
-from silverspoon_kd.capture.probe import example_inputs, probe
+from silverspoon_kd.capture.probe import example_inputs
 from silverspoon_kd.errors import DataError
+from silverspoon_kd.teacher.facts import facts_of
 from silverspoon_kd.teacher.world.codec import decode
 from silverspoon_kd.teacher.world.link import Link, Message, dtype_name
 from silverspoon_kd.teacher.world.spec import WorldSpec
@@ -60,25 +61,20 @@ class Server:
         """Return what looks at the teacher before it is spread: the shapes of its activations, on fake tensors."""
 
         def describe(teacher: nn.Module) -> None:
-            inputs = example_inputs(teacher) or self._spec.example
+            inputs = example_inputs(teacher)
+            if inputs is None and self._spec.example is not None:
+                inputs = InputView(teacher, "teacher")(self._spec.example)
             if inputs is None:
                 raise DataError(
                     f"The shapes of the teacher {type(base_of(teacher)).__name__} cannot be found without data. Pass a "
                     "train_dataset or an eval_dataset."
                 )
-
-            def call(forward: Any) -> dict[Tap, Tensor]:
-                capture = Capture(teacher, self._taps, self._trace)
-                with torch.no_grad():
-                    capture.run(forward, may_stop=False)
-                return capture.values
-
-            values, _ = probe(teacher, inputs, call)
-            config = getattr(base_of(teacher), "config", None)
-            facts["values"] = [[dtype_name(values[tap].dtype), list(values[tap].shape)] for tap in self._taps]
-            facts["vocab_size"] = getattr(config, "vocab_size", None)
-            facts["columns"] = InputView(teacher, "teacher").names
-            facts["class"] = type(base_of(teacher)).__name__
+            found = facts_of(teacher, self._taps, self._trace, inputs)
+            facts["values"] = [
+                [dtype_name(found.values[tap].dtype), list(found.values[tap].shape)] for tap in self._taps
+            ]
+            facts.update(columns=found.columns, vocab_size=found.vocab_size)
+            facts["class"] = found.class_name
 
         return describe
 

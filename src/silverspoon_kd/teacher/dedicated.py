@@ -1,0 +1,117 @@
+"""A teacher on devices of its own: one world of processes for each node, started by the node's first student rank."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from silverspoon_kd.capture import Tap
+from silverspoon_kd.distributed import TeacherPlacement
+from silverspoon_kd.distributed.split_gpu import Split
+from silverspoon_kd.teacher.facts import TeacherFacts
+from silverspoon_kd.teacher.world.client import WorldExecutor
+from silverspoon_kd.teacher.world.launch import World
+from silverspoon_kd.teacher.world.spec import WorldSpec
+from silverspoon_kd.teacher.world.weights import adopt_weights, places_in, share_weights
+
+
+def start_dedicated(
+    source: nn.Module | str | Callable[[], nn.Module],
+    placement: TeacherPlacement,
+    split: Split,
+    taps: Sequence[Tap],
+    *,
+    example: Mapping[str, Any] | None,
+    autocast: torch.dtype | None,
+    timeout: float,
+) -> tuple[World, TeacherFacts]:
+    """Start this node's teacher world, or join it, and wait until the teacher is loaded.
+
+    A teacher given as a module hands its weights over in memory: they are moved to a file that all processes of the
+    node map, and every rank's own copy is freed. With an id or a callable no student rank ever loads the teacher.
+
+    Args:
+        source: the teacher.
+        placement: the user's wish.
+        split: the node's devices.
+        taps: the activations that will be taken.
+        example: a tiny batch, for teachers whose config does not say what they take in.
+        autocast: dtype of mixed precision.
+        timeout: longest wait for the teacher, in seconds.
+
+    Raises:
+        TeacherError: the teacher cannot be loaded or spread.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    starts = local_rank == 0
+    module = source if isinstance(source, nn.Module) else None
+    shared = share_weights(module) if starts and module is not None else None
+    spec = WorldSpec(
+        source=source if starts else "",
+        taps=tuple(taps),
+        strategy=placement.strategy,
+        device_type=split.device_type,
+        devices=split.teacher_indices,
+        cores=_cores(split.teacher_ids) if split.device_type == "cpu" else (),
+        wrap_cls=placement.wrap_cls,
+        autocast=autocast,
+        num_students=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        example=None if example is None else dict(example),
+        timeout=timeout,
+        search_path=tuple(sys.path),
+    )
+    if starts:
+        world = World(spec, 0, None, shared)
+        weights = (shared.path, shared.nbytes, places_in(shared, module)) if shared and module is not None else None
+        _from_first_rank((world.port, weights))
+    else:
+        port, weights = _from_first_rank(None)
+        world = World(spec, local_rank, port, None)
+        if weights is not None and module is not None:
+            adopt_weights(module, *weights)
+    return world, _facts(world, taps)
+
+
+def world_executor(
+    world: World,
+    facts: TeacherFacts,
+    taps: Sequence[Tap],
+    *,
+    prepare: Callable[[Any], Mapping[str, Any]] | None,
+    timeout: float,
+) -> WorldExecutor:
+    """Connect to the world."""
+    return WorldExecutor(world, taps, prepare=prepare, facts=facts, timeout=timeout)
+
+
+def _facts(world: World, taps: Sequence[Tap]) -> TeacherFacts:
+    told = world.facts()
+    values: dict[Tap, Tensor] = {}
+    for tap, (dtype, shape) in zip(taps, told["values"], strict=True):
+        values[tap] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    columns = None if told["columns"] is None else tuple(told["columns"])
+    return TeacherFacts(values=values, columns=columns, vocab_size=told["vocab_size"], class_name=told["class"])
+
+
+def _from_first_rank(value: Any) -> Any:
+    """Return what the first rank of this node gave."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    node = os.environ.get("GROUP_RANK", socket.gethostname())
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, (node, first, value))
+    return next(sent for where, is_first, sent in given if is_first and where == node)
+
+
+def _cores(slots: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the cores of CPU slots; none where the slots were counted by hand and are not cores."""
+    if "SILVERSPOON_CPU_SLOTS" in os.environ:
+        return ()
+    cores = sorted(os.sched_getaffinity(0))
+    return tuple((cores[slot],) for slot in slots)
