@@ -44,7 +44,7 @@ def place_replicated(teacher: nn.Module, device: torch.device) -> nn.Module:
 
 def shares_base(student: nn.Module, teacher: nn.Module) -> bool:
     """Tell whether the teacher is the PEFT student's own base model, to be used with the adapters off."""
-    return is_peft_model(student) and base_of(teacher) is base_of(student)
+    return is_peft_model(student) and not is_peft_model(teacher) and base_of(teacher) is base_of(student)
 
 
 def check_separate(student: nn.Module, teacher: nn.Module) -> None:
@@ -71,6 +71,8 @@ def check_separate(student: nn.Module, teacher: nn.Module) -> None:
 def adapters_off(student: nn.Module) -> Iterator[None]:
     """Run a PEFT student as its own base model: adapters off, evaluation mode, everything as before afterwards."""
     training = [module for module in student.modules() if module.training]
+    # PEFT freezes all adapters for this time and afterwards trains the active ones, whatever they were before.
+    trainable = [(parameter, parameter.requires_grad) for parameter in student.parameters()]
     student.eval()
     try:
         with student.disable_adapter():  # type: ignore[operator]
@@ -78,3 +80,5 @@ def adapters_off(student: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+        for parameter, wanted in trainable:
+            parameter.requires_grad_(wanted)
