@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,17 @@ class RunningMeans:
 def not_finite(values: Mapping[str, float]) -> list[str]:
     """Return the names whose value is NaN or infinite."""
     return [name for name, value in values.items() if value != value or value in (float("inf"), float("-inf"))]
+
+
+def own_rows(rows: int, accelerator: Accelerator) -> int:
+    """Return how many of this rank's rows of a batch are its own: the last batch is filled up to be equal on all ranks.
+
+    The same rows count that ``gather_for_metrics`` keeps, from which the Trainer takes its loss.
+    """
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return rows
+    return min(max(state.remainder - accelerator.process_index * rows, 0), rows)
 
 
 def evaluation_logs(values: Mapping[str, float], prefix: str) -> dict[str, float]:
