@@ -40,7 +40,7 @@ class StudentSource:
 
     Attributes:
         layers: how many of the teacher's layers are copied, or their numbers, from 0.
-        choose: which ones: "even", "first" or "last".
+        choose: which ones: "even" (evenly spaced, the first and the last among them), "first" or "last".
         path: a folder or a model id instead.
     """
 

@@ -153,7 +153,10 @@ def _kept_layers(source: StudentSource, total: int) -> list[int]:
     if layers is None or not 0 < layers <= total:
         raise ConfigurationError(f"student.layers={layers} is not between 1 and the teacher's {total} layers.")
     if source.choose == "even":
-        return [number * total // layers for number in range(layers)]
+        # From the first to the last: without the first layer the others never see what they are used to, without the
+        # last one the head does not.
+        steps = max(layers - 1, 1)
+        return [(2 * number * (total - 1) + steps) // (2 * steps) for number in range(layers)]
     return list(range(layers)) if source.choose == "first" else list(range(total - layers, total))
 
 

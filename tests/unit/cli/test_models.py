@@ -20,6 +20,10 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "kept"),
     [
+        (StudentSource(layers=1), [0]),
+        (StudentSource(layers=2), [0, 5]),
+        (StudentSource(layers=3), [0, 3, 5]),
+        (StudentSource(layers=6), [0, 1, 2, 3, 4, 5]),
         (StudentSource(layers=3, choose="first"), [0, 1, 2]),
         (StudentSource(layers=3, choose="last"), [3, 4, 5]),
         (StudentSource(layers=[5, 0]), [5, 0]),
@@ -42,6 +46,10 @@ def test_a_student_has_the_chosen_layers_and_everything_else(source, kept):
         torch.testing.assert_close(student(input_ids=ids).logits, wanted.detach())
     assert student.config.num_hidden_layers == len(kept)
     assert not {p.data_ptr() for p in student.parameters()} & {p.data_ptr() for p in teacher.parameters()}
+
+
+def test_even_layers_of_the_demo():
+    assert models._kept_layers(StudentSource(layers=10), 30) == [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]
 
 
 def test_tied_weights_stay_tied():
