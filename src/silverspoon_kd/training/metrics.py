@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import find_batch_size
 from torch import Tensor
+
+from silverspoon_kd.tree import map_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,15 @@ def own_rows(rows: int, accelerator: Accelerator) -> int:
     if not state.end_of_dataloader or state.remainder <= 0:
         return rows
     return min(max(state.remainder - accelerator.process_index * rows, 0), rows)
+
+
+def own_part(batch: Any, accelerator: Accelerator) -> Any:
+    """Return a batch without the rows that only fill it up; a batch of nothing else stays, its loss is dropped."""
+    rows = find_batch_size(batch)
+    own = own_rows(rows or 0, accelerator)
+    if own in (0, rows):
+        return batch
+    return map_tensors(lambda tensor: tensor[:own] if tensor.dim() > 0 and len(tensor) == rows else tensor, batch)
 
 
 def evaluation_logs(values: Mapping[str, float], prefix: str) -> dict[str, float]:
