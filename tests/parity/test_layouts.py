@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity.cases import ACCUMULATED, BOTH, MOVED, ONE, PARITY_CASES, RANKS
+from parity.cases import ACCUMULATED, BOTH, BOTH_CASES, MOVED, ONE, PARITY_CASES, RANKS
 from parity.runs import identical, moved, relative
 
 EXACT = 1e-6
@@ -21,18 +21,25 @@ def same_training(one, other):
 
 
 @pytest.mark.parametrize("case", PARITY_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("layout", [ACCUMULATED], ids=["accumulated"])
-def test_accumulation_equals_one_batch(case, layout, single):
-    same_training(single(case, layout), single(case, ONE))
+def test_accumulation_equals_one_batch(case, single):
+    same_training(single(case, ACCUMULATED), single(case, ONE))
+
+
+def equal_to_one_process(outcomes, whole):
+    assert [outcome.wrapped for outcome in outcomes] == ["DistributedDataParallel"] * 2
+    assert identical(outcomes[0].after, outcomes[1].after) == []
+    for outcome in outcomes:
+        assert identical(outcome.before, whole.before) == []
+        same_training(outcome, whole)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", PARITY_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("layout", [RANKS, BOTH], ids=["ranks", "both"])
-def test_f_10_two_ranks_equal_one_process(case, layout, single, on_ranks):
-    outcomes = on_ranks(case, layout)
-    assert [outcome.wrapped for outcome in outcomes] == ["DistributedDataParallel"] * 2
-    assert identical(outcomes[0].after, outcomes[1].after) == []
-    for outcome in outcomes:
-        assert identical(outcome.before, single(case, ONE).before) == []
-        same_training(outcome, single(case, ONE))
+def test_f_10_two_ranks_equal_one_process(case, single, on_ranks):
+    equal_to_one_process(on_ranks(case, RANKS), single(case, ONE))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("case", BOTH_CASES, ids=lambda case: case.name)
+def test_f_10_accumulation_on_two_ranks_equals_one_process(case, single, on_ranks):
+    equal_to_one_process(on_ranks(case, BOTH), single(case, ONE))

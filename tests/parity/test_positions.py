@@ -16,9 +16,7 @@ THREE = ["response-task", "holistic-narrow-task", "blockwise-narrow-task"]
 EVERY_LOSS = [*THREE, "response-mean_loss-task"]
 
 PADDING = {
-    "right": Collate(right=5),
-    "left": Collate(left=5),
-    "both sides, another token": Collate(left=2, right=3, padding_token=9),
+    "both sides, another token": Collate(left=4, right=3, padding_token=9),
     "empty rows": Collate(empty_rows=2),
 }
 
@@ -124,7 +122,7 @@ def test_recomputation_changes_nothing(name, single, tmp_path):
     assert outcome.losses == single(case, ONE).losses
 
 
-@pytest.mark.parametrize("name", [*THREE, "blockwise-narrow-clipped"])
+@pytest.mark.parametrize("name", THREE)
 def test_bf16_is_finite_and_close(name, single, tmp_path):
     case = BY_NAME[name]
     outcome, exact = run(case, ONE, tmp_path, bf16=True), single(case, ONE)
