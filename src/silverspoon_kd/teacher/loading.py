@@ -1,5 +1,6 @@
 """A teacher from whatever the user gives: a module, a model id or folder, or a callable that builds it."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -7,9 +8,11 @@ from torch import nn
 
 from silverspoon_kd.errors import ConfigurationError, TeacherError
 
+logger = logging.getLogger(__name__)
+
 
 def load_model(source: nn.Module | str | Callable[[], nn.Module], role: str) -> nn.Module:
-    """Return the model.
+    """Return the model, out of the ``torch.compile`` around it: hooks would have it compiled anew in every step.
 
     Args:
         source: a module, a model id or folder for ``from_pretrained``, or a callable without arguments.
@@ -20,18 +23,30 @@ def load_model(source: nn.Module | str | Callable[[], nn.Module], role: str) -> 
         TeacherError: loading failed.
     """
     if isinstance(source, nn.Module):
-        return source
+        return _uncompiled(source, role)
     if isinstance(source, str):
         return _from_pretrained(source, role)
     if callable(source):
         model = source()
         if isinstance(model, nn.Module):
-            return model
+            return _uncompiled(model, role)
         raise TeacherError(f"The callable given as {role}_model returned a {type(model).__name__}, not a torch module.")
     raise ConfigurationError(
         f"{role}_model is a {type(source).__name__}. Pass a torch module, a model id or folder, or a callable that "
         "builds the module."
     )
+
+
+def _uncompiled(model: nn.Module, role: str) -> nn.Module:
+    inner = model._modules.get("_orig_mod")
+    if inner is None:
+        return model
+    logger.warning(
+        "The %s is compiled. Graphs do not run the hooks that record activations, so the %s inside is used as it is.",
+        role,
+        type(inner).__name__,
+    )
+    return inner
 
 
 def _from_pretrained(name: str, role: str) -> nn.Module:

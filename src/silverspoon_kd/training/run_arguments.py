@@ -158,9 +158,9 @@ def _set_checkpointing(args: TrainingArguments, value: bool) -> None:
 
 def _leave_reentrant(args: TrainingArguments) -> None:
     """Replace re-entrant checkpointing: what is recorded inside it has no gradient. The numbers are the same."""
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        wishes: dict[str, Any] = dict(getattr(args, name, None) or {})
-        if wishes.get("use_reentrant"):
-            logger.warning("use_reentrant=True hides activations from the losses; use_reentrant=False is used instead.")
-        if hasattr(args, name):
-            setattr(args, name, {**wishes, "use_reentrant": False})
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    wishes: dict[str, dict[str, Any]] = {name: dict(getattr(args, name) or {}) for name in names if hasattr(args, name)}
+    if any(wish.get("use_reentrant") for wish in wishes.values()):
+        logger.warning("use_reentrant=True hides activations from the losses; use_reentrant=False is used instead.")
+    for name, wish in wishes.items():
+        setattr(args, name, {**wish, "use_reentrant": False})
