@@ -47,17 +47,21 @@ def pipeline_map(teacher: nn.Module, devices: list[str]) -> dict[str, Any]:
 
     base = base_of(teacher)
     blocks = list(getattr(base, "_no_split_modules", None) or _repeated_blocks(base))
-    sizes = compute_module_sizes(base)
-    largest = max(
-        (sizes[name] for name, module in base.named_modules() if type(module).__name__ in blocks and name), default=0
-    )
-    share = sizes[""] // len(devices)
-    for slack in (0, largest // 2, largest, 2 * largest, sizes[""]):
-        room: dict[int | str, int] = dict.fromkeys(range(len(devices)), share + slack + 1)
-        room[len(devices) - 1] = sizes[""] + 1
-        found = infer_auto_device_map(base, max_memory={**room, "cpu": 0}, no_split_module_classes=blocks)
-        if set(found.values()) <= set(room):
-            return {name: devices[int(number)] for name, number in found.items()}
+    total = compute_module_sizes(base)[""]
+    low, high, best = total // len(devices), total, None
+    while best is None or high - low > total // 50 + 1:
+        most = high if best is None else (low + high) // 2
+        # On its first device accelerate keeps room for offloaded layers, which there are not: so that one gets nothing.
+        room: dict[int | str, int] = {0: 0, **dict.fromkeys(range(1, len(devices) + 1), most + 1), "cpu": 0}
+        found = infer_auto_device_map(base, max_memory=room, no_split_module_classes=blocks)
+        if "cpu" not in found.values() and "disk" not in found.values():
+            high, best = most, found
+        elif best is None:
+            break
+        else:
+            low = most
+    if best is not None:
+        return {name: devices[int(number) - 1] for name, number in best.items()}
     raise PlacementError(f"The teacher {type(base).__name__} cannot be divided over {', '.join(devices)}.")
 
 
