@@ -1,6 +1,7 @@
 """Where the teacher lives and how its activations are got."""
 
-from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun
+from silverspoon_kd.teacher.dedicated import DedicatedTeacher, start_world
+from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor, TeacherRun
 from silverspoon_kd.teacher.hygiene import (
     check_loaded,
     check_separate,
@@ -8,11 +9,13 @@ from silverspoon_kd.teacher.hygiene import (
     is_self_placed,
     shares_base,
 )
-from silverspoon_kd.teacher.inline import InlineExecutor, place_teacher
+from silverspoon_kd.teacher.inline import TeacherBesideStudent
 from silverspoon_kd.teacher.loading import load_model
 
 __all__ = [
-    "InlineExecutor",
+    "DedicatedTeacher",
+    "PreparedTeacher",
+    "TeacherBesideStudent",
     "TeacherExecutor",
     "TeacherRun",
     "check_loaded",
@@ -20,6 +23,6 @@ __all__ = [
     "freeze_teacher",
     "is_self_placed",
     "load_model",
-    "place_teacher",
     "shares_base",
+    "start_world",
 ]

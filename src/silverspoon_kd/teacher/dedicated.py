@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from silverspoon_kd.capture import Tap
 from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.distributed.split_gpu import Split
+from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor
 from silverspoon_kd.teacher.facts import TeacherFacts
 from silverspoon_kd.teacher.world.client import WorldExecutor
 from silverspoon_kd.teacher.world.launch import World
@@ -20,7 +21,7 @@ from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.teacher.world.weights import adopt_weights, places_in, share_weights
 
 
-def start_dedicated(
+def start_world(
     source: nn.Module | str | Callable[[], nn.Module],
     placement: TeacherPlacement,
     split: Split,
@@ -29,8 +30,8 @@ def start_dedicated(
     example: Mapping[str, Any] | None,
     autocast: torch.dtype | None,
     timeout: float,
-) -> tuple[World, TeacherFacts]:
-    """Start this node's teacher world, or join it, and wait until the teacher is loaded.
+) -> World:
+    """Start this node's teacher world, or join it.
 
     A teacher given as a module hands its weights over in memory: they are moved to a file that all processes of the
     node map, and every rank's own copy is freed. With an id or a callable no student rank ever loads the teacher.
@@ -43,9 +44,6 @@ def start_dedicated(
         example: a tiny batch, for teachers whose config does not say what they take in.
         autocast: dtype of mixed precision.
         timeout: longest wait for the teacher, in seconds.
-
-    Raises:
-        TeacherError: the teacher cannot be loaded or spread.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     starts = local_rank == 0
@@ -74,19 +72,42 @@ def start_dedicated(
         world = World(spec, local_rank, port, None)
         if weights is not None and module is not None:
             adopt_weights(module, *weights)
-    return world, _facts(world, taps)
+    return world
 
 
-def world_executor(
-    world: World,
-    facts: TeacherFacts,
-    taps: Sequence[Tap],
-    *,
-    prepare: Callable[[Any], Mapping[str, Any]] | None,
-    timeout: float,
-) -> WorldExecutor:
-    """Connect to the world."""
-    return WorldExecutor(world, taps, prepare=prepare, facts=facts, timeout=timeout)
+class DedicatedTeacher(PreparedTeacher):
+    """A teacher in its own world, loaded and waiting for the students to connect.
+
+    Args:
+        world: started or joined.
+        taps: the activations that will be taken.
+        prepare: maps the batch to the teacher's; None: the batch itself.
+        timeout: longest wait for an activation, in seconds.
+
+    Raises:
+        TeacherError: the teacher cannot be loaded or spread.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        taps: Sequence[Tap],
+        *,
+        prepare: Callable[[Any], Mapping[str, Any]] | None,
+        timeout: float,
+    ) -> None:
+        self._world, self._taps, self._prepare, self._timeout = world, taps, prepare, timeout
+        try:
+            self.facts = _facts(world, taps)
+        except BaseException:
+            world.close()
+            raise
+
+    def place(self) -> TeacherExecutor:
+        return WorldExecutor(self._world, self._taps, prepare=self._prepare, facts=self.facts, timeout=self._timeout)
+
+    def abandon(self) -> None:
+        self._world.close()
 
 
 def _facts(world: World, taps: Sequence[Tap]) -> TeacherFacts:

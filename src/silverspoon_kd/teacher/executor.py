@@ -8,6 +8,7 @@ from torch import Tensor
 
 from silverspoon_kd.capture import Tap
 from silverspoon_kd.errors import DataError
+from silverspoon_kd.teacher.facts import TeacherFacts
 
 
 class TeacherRun(abc.ABC):
@@ -32,6 +33,20 @@ class TeacherExecutor(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release hooks, devices and processes."""
+
+
+class PreparedTeacher(abc.ABC):
+    """A teacher of which everything is known, before it is frozen and put to work."""
+
+    facts: TeacherFacts
+
+    @abc.abstractmethod
+    def place(self) -> TeacherExecutor:
+        """Put the teacher where it will live."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Let go of it, since something else went wrong."""
 
 
 def check_ids(inputs: Mapping[str, Any], vocab_size: int | None) -> None:

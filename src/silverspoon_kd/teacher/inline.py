@@ -6,11 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
-from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun, check_ids
+from silverspoon_kd.errors import PlacementError
+from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor, TeacherRun, check_ids
+from silverspoon_kd.teacher.facts import facts_of
 from silverspoon_kd.teacher.hygiene import adapters_off, freeze_teacher, place_replicated, shares_base
+from silverspoon_kd.teacher.sharding import shard_frozen
 
 
 class InlineRun(TeacherRun):
@@ -73,20 +78,56 @@ class InlineExecutor(TeacherExecutor):
         self._prepare = None
 
 
-def place_teacher(
-    teacher: nn.Module,
-    student: nn.Module,
-    taps: Sequence[Tap],
-    trace: Trace,
-    *,
-    device: torch.device,
-    prepare: Callable[[Any], Mapping[str, Any]] | None,
-    autocast: torch.dtype | None,
-) -> TeacherExecutor:
-    """Freeze the teacher and put it beside the student: on its device, or as the PEFT student with its adapters off."""
-    if shares_base(student, teacher):
-        around = partial(adapters_off, student)
-        return InlineExecutor(student, taps, trace, prepare=prepare, autocast=autocast, around=around)
-    freeze_teacher(teacher)
-    placed = place_replicated(teacher, device)
-    return InlineExecutor(placed, taps, trace, prepare=prepare, autocast=autocast)
+class TeacherBesideStudent(PreparedTeacher):
+    """A teacher in the student's own process: a copy on each rank, or a share of each weight ("sharded").
+
+    Args:
+        teacher: the teacher.
+        student: the student.
+        taps: the activations that will be taken.
+        inputs: a tiny batch as the teacher's forward takes it.
+        device: of the student.
+        sharded: spread the weights over all ranks.
+        prepare: maps the batch to the teacher's; None: the batch itself.
+        autocast: the dtype of mixed precision, None without.
+
+    Raises:
+        PlacementError: a PEFT student's own base model cannot be sharded apart from the student.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        taps: Sequence[Tap],
+        inputs: Mapping[str, Any],
+        *,
+        device: torch.device,
+        sharded: bool,
+        prepare: Callable[[Any], Mapping[str, Any]] | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._own_base = shares_base(student, teacher)
+        if self._own_base and sharded:
+            raise PlacementError(
+                "teacher_placement='sharded' cannot shard the student's own base model. Use teacher_placement=None, or "
+                "load the teacher separately."
+            )
+        self._teacher, self._student, self._taps = teacher, student, taps
+        self._device, self._sharded, self._trace = device, sharded, Trace()
+        self._prepare, self._autocast = prepare, autocast
+        self.facts = facts_of(teacher, taps, self._trace, inputs)
+
+    def place(self) -> TeacherExecutor:
+        model, around = self._student, partial(adapters_off, self._student)
+        if not self._own_base:
+            freeze_teacher(self._teacher)
+            model, around = place_replicated(self._teacher, self._device), nullcontext  # type: ignore[assignment]
+        if self._sharded:
+            model = shard_frozen(model, init_device_mesh(self._device.type, (dist.get_world_size(),)))
+        return InlineExecutor(
+            model, self._taps, self._trace, prepare=self._prepare, autocast=self._autocast, around=around
+        )
+
+    def abandon(self) -> None:
+        """Nothing has been changed."""

@@ -19,6 +19,7 @@ class TrainingArguments(transformers.TrainingArguments):
         overlap_teacher_forward: run teacher and student forwards at the same time; None: when the teacher's devices
             differ from the student's.
         teacher_lookahead: how many further steps the teacher may run ahead when overlap is on.
+        teacher_timeout: seconds to wait for a dedicated teacher before the run fails.
         alpha: share of the student's own task loss, 0..1: ``(1 - alpha) * distillation + alpha * task``.
         magnitude_aware_weighting: divide each term by its detached magnitude before its weight.
         backward_per_block: blockwise only: keep the activations of one block at a time (activation checkpointing).
@@ -39,6 +40,9 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None, metadata={"help": "Teacher and student forwards at the same time; default: where devices differ."}
     )
     teacher_lookahead: int = field(default=1, metadata={"help": "Further steps the teacher may run ahead."})
+    teacher_timeout: float = field(
+        default=1800.0, metadata={"help": "Seconds to wait for a dedicated teacher before the run fails."}
+    )
     alpha: float = field(default=0.0, metadata={"help": "Share of the student's own task loss, 0..1."})
     magnitude_aware_weighting: bool = field(
         default=False, metadata={"help": "Divide each term by its magnitude before its weight."}
@@ -70,6 +74,8 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         if self.teacher_lookahead < 0:
             raise ConfigurationError(f"teacher_lookahead={self.teacher_lookahead} is negative. Give 0 or more steps.")
+        if self.teacher_timeout <= 0:
+            raise ConfigurationError(f"teacher_timeout={self.teacher_timeout} is not positive. Give seconds.")
         if self.e2e_eval_loss not in (None, "forward"):
             raise ConfigurationError(f"e2e_eval_loss={self.e2e_eval_loss!r} is unknown. Use None or 'forward'.")
         super().__post_init__()

@@ -26,57 +26,106 @@ class Assembly:
 
     Attributes:
         root: what is trained.
-        teacher_trace: what is known of the teacher's forward.
         trainable: names of the root's parameters that can get a gradient.
     """
 
     root: StudentRoot
-    teacher_trace: Trace
     trainable: set[str]
 
 
 def assemble(
     student: nn.Module,
-    teacher: nn.Module,
     objective: Objective,
     options: StepOptions,
+    teacher_values: Mapping[Tap, Tensor],
     *,
-    student_example: Mapping[str, Any] | None,
-    teacher_example: Mapping[str, Any] | None,
+    example: Mapping[str, Any] | None,
     seed: int,
 ) -> Assembly:
-    """Find shapes, make projectors, and find out what can be trained; all before any wrapping.
+    """Make projectors and find out what can be trained; all before any wrapping.
 
     Args:
         student: the student.
-        teacher: the frozen teacher.
         objective: what is computed.
         options: of the step.
-        student_example: a tiny batch as the student gets it, used where the model's config says too little.
-        teacher_example: the same for the teacher.
+        teacher_values: shapes and dtypes of the teacher's activations.
+        example: a tiny batch as the student gets it, used where the model's config says too little.
         seed: for the projectors, so that all ranks make the same ones without touching the run's random numbers.
 
     Raises:
-        AlignmentError: a module is unknown, outputs are no tensors, or widths differ without a projector.
+        AlignmentError: outputs are no tensors, or widths differ without a projector.
         DataError: there is nothing to find the shapes with.
     """
-    _check_modules(student, teacher, objective.alignments)
-    _bind_heads(teacher, objective.alignments)
-    teacher_trace, student_trace = Trace(), Trace()
-    teacher_values = _probe_teacher(teacher, objective.teacher_taps, teacher_trace, teacher_example)
-    seen: dict[str, Tensor] = {}
-    (values, outputs), parameters = _probe_student(student, objective, student_trace, student_example, options, seen)
+    trace, seen = Trace(), dict[str, Tensor]()
+    (values, outputs), parameters = _probe_student(student, objective, trace, example, options, seen)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         projectors = [
             _projectors(alignment, values, teacher_values, seen.get(alignment.student_module_name))
             for alignment in objective.alignments
         ]
-    root = StudentRoot(student, objective, projectors, student_trace, options)
+    root = StudentRoot(student, objective, projectors, trace, options)
     reached = reached_parameters([*values.values(), *outputs], parameters.values())
     trainable = {f"student.{name}" for name, tensor in parameters.items() if id(tensor) in reached}
     trainable |= {f"projectors.{name}" for name, _ in root.projectors.named_parameters()}
-    return Assembly(root=root, teacher_trace=teacher_trace, trainable=trainable)
+    return Assembly(root=root, trainable=trainable)
+
+
+def check_modules(student: nn.Module, teacher: nn.Module | None, alignments: Sequence[Alignment]) -> None:
+    """Refuse alignments of modules that are not there.
+
+    Args:
+        student: the student.
+        teacher: the teacher; None where it is in other processes, which look themselves.
+        alignments: of the run.
+
+    Raises:
+        AlignmentError: there are none, or a module is missing.
+    """
+    if not alignments:
+        raise AlignmentError("There are no alignments, so nothing would be learnt. Make some with create_alignments.")
+    for alignment in alignments:
+        find_module(student, alignment.student_module_name)
+        if teacher is not None:
+            find_module(teacher, alignment.teacher_module_name)
+
+
+def bind_heads(teacher: nn.Module | None, alignments: Sequence[Alignment]) -> None:
+    """Give the teacher's output embeddings to the losses that need them.
+
+    Raises:
+        AlignmentError: the teacher has none, or is in other processes.
+    """
+    for alignment in alignments:
+        if not alignment.loss.needs_head:
+            continue
+        head = None if teacher is None else getattr(base_of(teacher), "get_output_embeddings", lambda: None)()
+        if head is None:
+            raise AlignmentError(
+                f"The loss {alignment.loss.name!r} needs the teacher's output embeddings, which "
+                f"{'a dedicated teacher' if teacher is None else type(base_of(teacher)).__name__} does not hand out. "
+                "Use another loss."
+            )
+        alignment.loss = alignment.loss.with_head(head.weight.detach())  # type: ignore[attr-defined]
+
+
+def probe_inputs(
+    model: nn.Module, example: Mapping[str, Any] | None, role: str, *, with_labels: bool = False
+) -> Mapping[str, Any]:
+    """Return a tiny batch for a model: made from its config, else the example.
+
+    Raises:
+        DataError: there is neither.
+    """
+    inputs = example_inputs(model)
+    if inputs is None and example is not None:
+        inputs = InputView(model, role)(example, with_labels=with_labels)
+    if inputs is None:
+        raise DataError(
+            f"The shapes of the {role} {type(base_of(model)).__name__} cannot be found without data. Pass a "
+            "train_dataset or an eval_dataset."
+        )
+    return inputs
 
 
 def owned_parameters(root: StudentRoot) -> dict[str, list[tuple[str, nn.Parameter]]]:
@@ -132,52 +181,6 @@ def group_specs(objective: Objective) -> dict[str, GroupSpec]:
     }
 
 
-def _check_modules(student: nn.Module, teacher: nn.Module, alignments: Sequence[Alignment]) -> None:
-    if not alignments:
-        raise AlignmentError("There are no alignments, so nothing would be learnt. Make some with create_alignments.")
-    for alignment in alignments:
-        find_module(teacher, alignment.teacher_module_name)
-        find_module(student, alignment.student_module_name)
-
-
-def _bind_heads(teacher: nn.Module, alignments: Sequence[Alignment]) -> None:
-    for alignment in alignments:
-        if alignment.loss.needs_head:
-            head = getattr(base_of(teacher), "get_output_embeddings", lambda: None)()
-            if head is None:
-                raise AlignmentError(
-                    f"The loss {alignment.loss.name!r} needs the teacher's output embeddings, which "
-                    f"{type(base_of(teacher)).__name__} does not have. Use another loss."
-                )
-            alignment.loss = alignment.loss.with_head(head.weight.detach())  # type: ignore[attr-defined]
-
-
-def _inputs_for(
-    model: nn.Module, example: Mapping[str, Any] | None, role: str, *, with_labels: bool = False
-) -> Mapping[str, Any]:
-    inputs = example_inputs(model)
-    if inputs is None and example is not None:
-        inputs = InputView(model, role)(example, with_labels=with_labels)
-    if inputs is None:
-        raise DataError(
-            f"The shapes of the {role} {type(base_of(model)).__name__} cannot be found without data. Pass a "
-            "train_dataset or an eval_dataset."
-        )
-    return inputs
-
-
-def _probe_teacher(
-    teacher: nn.Module, taps: Sequence[Tap], trace: Trace, example: Mapping[str, Any] | None
-) -> dict[Tap, Tensor]:
-    def call(forward: Callable[[], Any]) -> dict[Tap, Tensor]:
-        capture = Capture(teacher, taps, trace)
-        with torch.no_grad():
-            capture.run(forward, may_stop=False)
-        return capture.values
-
-    return probe(teacher, _inputs_for(teacher, example, "teacher"), call)[0]
-
-
 def _probe_student(
     student: nn.Module,
     objective: Objective,
@@ -203,7 +206,7 @@ def _probe_student(
             handle.remove()
         return capture.values, list(tensors_in(output)) if options.alpha > 0 else []
 
-    return probe(student, _inputs_for(student, example, "student", with_labels=options.alpha > 0), call)
+    return probe(student, probe_inputs(student, example, "student", with_labels=options.alpha > 0), call)
 
 
 def _projectors(

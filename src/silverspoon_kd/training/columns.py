@@ -24,15 +24,21 @@ def label_columns(student: nn.Module, wish: list[str] | None) -> list[str]:
     return ["labels"] if "labels" in found or not found else found
 
 
-def used_columns(student: nn.Module, teacher: nn.Module, labels: list[str]) -> list[str] | None:
+def used_columns(student: nn.Module, teacher: Sequence[str] | None, labels: list[str]) -> list[str] | None:
     """Return every column that one of the models takes, and the labels under all names that collators know.
 
-    None where a forward takes ``**kwargs`` of any name, so that no column can be called unused.
+    Args:
+        student: the student.
+        teacher: what the teacher's forward takes; None: columns of any name.
+        labels: names of the labels.
+
+    Returns:
+        The columns; None where a forward takes ``**kwargs`` of any name, so that no column can be called unused.
     """
-    views = InputView(student, "student"), InputView(teacher, "teacher")
-    if any(view.takes_everything for view in views):
+    view = InputView(student, "student")
+    if view.takes_everything or teacher is None:
         return None
-    return list(dict.fromkeys([*views[0].names, *views[1].names, *labels, "labels", "label", "label_ids"]))
+    return list(dict.fromkeys([*view.names, *teacher, *labels, "labels", "label", "label_ids"]))
 
 
 def example_batch(
@@ -79,7 +85,7 @@ def example_batch(
 def checked_examples(
     batches: Sequence[tuple[Mapping[str, Any] | None, bool]],
     student: nn.Module,
-    teacher: nn.Module,
+    teacher: nn.Module | None,
     prepare_student: Prepare | None,
     prepare_teacher: Prepare | None,
 ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
@@ -88,7 +94,7 @@ def checked_examples(
     Args:
         batches: each with whether the student's own loss is wanted for it; None where there is no example.
         student: the student.
-        teacher: the teacher.
+        teacher: the teacher; None where it is in other processes, which look themselves.
         prepare_student: the user's function of the student's batch.
         prepare_teacher: the user's function of the teacher's batch.
 
@@ -104,7 +110,8 @@ def checked_examples(
         inputs = InputView(student, "student")(own, with_labels=needs_labels)
         if needs_labels:
             require_labels(inputs)
-        InputView(teacher, "teacher")(other)
+        if teacher is not None:
+            InputView(teacher, "teacher")(other)
         found.append((own, other))
     return found[0] if found else (None, None)
 

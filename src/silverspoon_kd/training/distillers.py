@@ -41,7 +41,7 @@ class HolisticDistiller(DistillationTrainer):
     ) -> None:
         super().__init__(
             student_model=_student(student_model, alignments),
-            teacher_model=load_model(teacher_model, "teacher"),
+            teacher_model=teacher_model,
             objective=HolisticObjective(alignments),
             **kwargs,
         )
@@ -76,7 +76,7 @@ class BlockwiseDistiller(DistillationTrainer):
             raise AlignmentError(f"Blockwise: {twice!r} is aligned twice, but a block has one input. Keep one of them.")
         super().__init__(
             student_model=_student(student_model, alignments),
-            teacher_model=load_model(teacher_model, "teacher"),
+            teacher_model=teacher_model,
             objective=BlockwiseObjective(alignments),
             **kwargs,
         )
@@ -108,7 +108,7 @@ class ResponseBasedDistiller(DistillationTrainer):
     ) -> None:
         super().__init__(
             student_model=load_model(student_model, "student"),
-            teacher_model=load_model(teacher_model, "teacher"),
+            teacher_model=teacher_model,
             objective=ResponseObjective(logits_alignment(soft_loss_fn or "kl_divergence", soft_loss_fn_kwargs)),
             **kwargs,
         )

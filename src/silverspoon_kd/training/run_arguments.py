@@ -108,11 +108,6 @@ def run_plan(args: TrainingArguments, kind: str) -> Plan:
     plan.require_runnable()
     for note in plan.notes if args.process_index == 0 else ():
         logger.warning("%s", note)
-    if plan.teacher != "replicated":
-        raise PlacementError(
-            f"teacher_placement: a {plan.teacher} teacher is planned, but this version runs replicated teachers only. "
-            "Use teacher_placement=None."
-        )
     if plan.student_mode not in ("single", "ddp"):
         raise PlacementError(
             f"The student mode {plan.student_mode} is planned, but this version trains in one process or with DDP. "

@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
-from silverspoon_kd.capture import Trace
 from silverspoon_kd.errors import TrainingError
 from silverspoon_kd.objectives import Counts, Objective, positions_of
 from silverspoon_kd.optim import (
@@ -22,29 +21,16 @@ from silverspoon_kd.optim import (
     per_group_schedule,
 )
 from silverspoon_kd.student import modes_kept_on_error, only_trainable
-from silverspoon_kd.teacher import check_loaded, check_separate, place_teacher, shares_base
 from silverspoon_kd.training import checkpoint
 from silverspoon_kd.training.arguments import TrainingArguments
-from silverspoon_kd.training.assembly import (
-    Assembly,
-    assemble,
-    check_optimizer,
-    group_specs,
-    owned_parameters,
-)
+from silverspoon_kd.training.assembly import group_specs, owned_parameters
 from silverspoon_kd.training.buffers import SharedBuffers
 from silverspoon_kd.training.collate import DictCollator
-from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
+from silverspoon_kd.training.columns import Prepare
 from silverspoon_kd.training.instruments import make_instruments
-from silverspoon_kd.training.metrics import RunningMeans, evaluation_logs, not_finite, step_logs
-from silverspoon_kd.training.run_arguments import (
-    autocast_dtype,
-    refuse_arguments,
-    run_arguments,
-    run_plan,
-    step_options,
-)
-from silverspoon_kd.training.vocabulary import check_tokenizers, check_vocabularies
+from silverspoon_kd.training.metrics import RunningMeans, evaluation_logs, not_finite, own_part, own_rows, step_logs
+from silverspoon_kd.training.run_arguments import refuse_arguments, run_arguments, step_options
+from silverspoon_kd.training.setup import Request, TeacherSource, set_up
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +59,7 @@ class DistillationTrainer(transformers.Trainer):
         self,
         *,
         student_model: nn.Module,
-        teacher_model: nn.Module,
+        teacher_model: TeacherSource,
         objective: Objective,
         args: TrainingArguments | None = None,
         train_dataset: Any = None,
@@ -85,31 +71,31 @@ class DistillationTrainer(transformers.Trainer):
     ) -> None:
         refuse_arguments(trainer_arguments)
         given, args = args, run_arguments(args, objective.kind, student_model)
-        self._given_args = args if given is None else given
-        self.plan = run_plan(args, objective.kind)
+        self._given_args = given or args
         self._wants_predictions, self._first_step_checked = True, False
         self._step_values, self._eval_values, self._num_steps = RunningMeans(), RunningMeans(), 0
         self._norms: dict[str, Tensor] = {}
         self._rates: dict[str, Any] = {}
-        self.teacher, self.student_model = teacher_model, student_model
-        self._prepare_teacher, self._prepare_student = prepare_teacher_inputs, prepare_student_inputs
-        self._objective = objective
-        self._check_models(trainer_arguments.get("processing_class"))
-        self._labels = label_columns(student_model, args.label_names)
-        # Nobody can tell which columns the user's functions read.
-        args.remove_unused_columns &= prepare_teacher_inputs is None and prepare_student_inputs is None
-        columns = used_columns(student_model, teacher_model, self._labels) if args.remove_unused_columns else None
-        args.remove_unused_columns = columns is not None
-        make_batch = partial(
-            example_batch,
-            collator=data_collator,
-            processing_class=trainer_arguments.get("processing_class"),
+        self._objective, self._prepare_student = objective, prepare_student_inputs
+        request = Request(
             student=student_model,
-            columns=columns,
+            teacher=teacher_model,
+            objective=objective,
+            args=args,
+            options=step_options(self._given_args),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            processing_class=trainer_arguments.get("processing_class"),
+            prepare_teacher=prepare_teacher_inputs,
+            prepare_student=prepare_student_inputs,
+            optimizer=trainer_arguments.get("optimizers", (None, None))[0],
         )
-        assembly = self._assemble(args, make_batch(train_dataset), make_batch(eval_dataset))
-        self.root, self._trainable = assembly.root, assembly.trainable
-        check_optimizer(trainer_arguments.get("optimizers", (None, None))[0], self.root)
+        setup = set_up(request)
+        self.plan, self.student_model, self.teacher = setup.plan, student_model, setup.teacher
+        self.root, self._trainable, self._executor = setup.root, setup.trainable, setup.executor
+        self._labels = setup.labels
+        args.remove_unused_columns = setup.columns is not None
         super().__init__(
             model=self.root,
             args=args,
@@ -125,8 +111,7 @@ class DistillationTrainer(transformers.Trainer):
             self.add_callback(callback)
         self.loss_is_scaled_for_ga = True
         self.can_return_loss = True
-        self.label_names, self._signature_columns = list(self._labels), columns
-        self._start_teacher(assembly.teacher_trace)
+        self.label_names, self._signature_columns = list(self._labels), setup.columns
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -141,7 +126,8 @@ class DistillationTrainer(transformers.Trainer):
         training = model.training and torch.is_grad_enabled()
         self._guard(model, training)
         batch = self._student_batch(inputs)
-        counts = num_items_in_batch or self._count([inputs], self.args.device)
+        counts = num_items_in_batch if training else None
+        counts = counts or self._count([inputs], self.args.device, over_ranks=training)
         run = self._executor.start(inputs)
         try:
             result = model(batch, run, counts, want_output=return_outputs and self._wants_predictions)
@@ -155,11 +141,14 @@ class DistillationTrainer(transformers.Trainer):
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Counts | None:
         return self._count(batch_samples, device) if batch_samples else None
 
-    def _count(self, batches: list, device: torch.device) -> Counts:
-        """Count each unit over micro-batches and, if the Trainer averages over tokens, over ranks."""
+    def _count(self, batches: list, device: torch.device, *, over_ranks: bool = True) -> Counts:
+        """Count each unit over micro-batches and, if the Trainer averages over tokens, over ranks.
+
+        Evaluation counts each rank's batch alone: its metrics do not depend on the number of ranks then.
+        """
         local = [positions_of(self._student_batch(batch), self.root.conventions).counts() for batch in batches]
         values = torch.stack([counts.to(device) for counts in local]).sum(0)
-        if not self.args.average_tokens_across_devices or self.args.world_size == 1:
+        if not over_ranks or not self.args.average_tokens_across_devices or self.args.world_size == 1:
             return Counts(values)
         values = self.accelerator.gather(values[None]).sum(0)
         return Counts(values, scale=float(self.accelerator.num_processes))
@@ -178,7 +167,7 @@ class DistillationTrainer(transformers.Trainer):
     def _record(self, parts: dict[str, Tensor], training: bool, inputs: Mapping[str, Any]) -> None:
         if not training:
             rows = positions_of(inputs, self.root.conventions).rows
-            self._eval_values.add(parts, weight=rows)
+            self._eval_values.add(parts, weight=own_rows(rows, self.accelerator))
             return
         if not self._first_step_checked:
             bad = not_finite({name: float(value) for name, value in parts.items()})
@@ -224,6 +213,13 @@ class DistillationTrainer(transformers.Trainer):
             num_training_steps,
         )
         return self.lr_scheduler
+
+    def _get_learning_rate(self) -> float:
+        """Return the run's rate: that of the first group without a rate or schedule of its own."""
+        specs = group_specs(self._objective).items()
+        own = {name for name, spec in specs if spec.learning_rate is not None or spec.scheduler is not None}
+        rates = [group["lr"] for group in self.optimizer.param_groups if group.get("alignment") not in own]
+        return float(rates[0]) if rates else super()._get_learning_rate()
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip each alignment's gradient to its own limit; one block cannot starve the others."""
@@ -286,6 +282,8 @@ class DistillationTrainer(transformers.Trainer):
         """Evaluate one batch, with labels or without."""
         self.label_names = [name for name in self._labels if inputs.get(name) is not None]
         self._wants_predictions = not prediction_loss_only
+        if prediction_loss_only:
+            inputs = own_part(inputs, self.accelerator)
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         finally:
@@ -358,43 +356,3 @@ class DistillationTrainer(transformers.Trainer):
         checkpoint.read_state(Path(best))
         logger.info("Loading the best checkpoint %s (%s).", best, self.state.best_metric)
         self._load_from_checkpoint(best)
-
-    # ---- set-up ---------------------------------------------------------------------------------------------------
-
-    def _check_models(self, processing_class: Any) -> None:
-        if not shares_base(self.student_model, self.teacher):
-            check_separate(self.student_model, self.teacher)
-            check_loaded(self.teacher)
-        if self._prepare_teacher is None:
-            check_vocabularies(self.student_model, self.teacher)
-            check_tokenizers(processing_class, self.teacher)
-
-    def _assemble(self, args: TrainingArguments, train_batch: Any, eval_batch: Any) -> Assembly:
-        options = step_options(self._given_args)
-        student_example, teacher_example = checked_examples(
-            [(train_batch, options.alpha > 0), (eval_batch, options.alpha > 0 or options.end_to_end)],
-            self.student_model,
-            self.teacher,
-            self._prepare_student,
-            self._prepare_teacher,
-        )
-        return assemble(
-            self.student_model,
-            self.teacher,
-            self._objective,
-            options,
-            student_example=student_example,
-            teacher_example=teacher_example,
-            seed=args.seed,
-        )
-
-    def _start_teacher(self, trace: Trace) -> None:
-        self._executor = place_teacher(
-            self.teacher,
-            self.student_model,
-            self._objective.teacher_taps,
-            trace,
-            prepare=self._prepare_teacher,
-            autocast=autocast_dtype(self.args),
-            device=self.args.device,
-        )

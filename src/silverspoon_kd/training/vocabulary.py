@@ -15,13 +15,17 @@ logger = logging.getLogger(__name__)
 _MAX_PADDING = 1024
 
 
-def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
+def check_vocabularies(student: nn.Module, other: int | None) -> None:
     """Refuse models whose vocabularies differ by more than padding.
+
+    Args:
+        student: the student.
+        other: size of the teacher's vocabulary; None: unknown.
 
     Raises:
         ConfigurationError: they do.
     """
-    own, other = (getattr(getattr(base_of(model), "config", None), "vocab_size", None) for model in (student, teacher))
+    own = getattr(getattr(base_of(student), "config", None), "vocab_size", None)
     if not (isinstance(own, int) and isinstance(other, int)):
         return
     if abs(own - other) > _MAX_PADDING or 2 * min(own, other) < max(own, other):
@@ -39,17 +43,18 @@ def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
         )
 
 
-def check_tokenizers(student: Any, teacher: nn.Module) -> None:
+def check_tokenizers(student: Any, teacher: nn.Module | str) -> None:
     """Compare token strings where both tokenizers are at hand: the student's, and the one beside the teacher's weights.
 
     Args:
         student: the ``processing_class`` given by the user; anything but a tokenizer is not checked.
-        teacher: its tokenizer is looked for on this machine only, never downloaded.
+        teacher: the teacher, or its folder; its tokenizer is looked for on this machine only, never downloaded.
 
     Raises:
         ConfigurationError: an id means different tokens.
     """
-    source = getattr(getattr(base_of(teacher), "config", None), "_name_or_path", "")
+    config = None if isinstance(teacher, str) else getattr(base_of(teacher), "config", None)
+    source = teacher if isinstance(teacher, str) else getattr(config, "_name_or_path", "")
     if not isinstance(student, PreTrainedTokenizerBase) or not source or source == student.name_or_path:
         return
     try:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.tiny import Rows, arguments, collate, distance, qwen3, weights
 
 from silverspoon_kd import BlockwiseDistiller, HolisticDistiller, ResponseBasedDistiller, create_alignments
 from silverspoon_kd.errors import AlignmentError, ConfigurationError, TeacherError
+from support.tiny import Rows, arguments, collate, distance, qwen3, weights
 
 LAYERS = r"model\.layers\.\d+"
 

@@ -1,0 +1,194 @@
+"""From what the user gave to a root that can be trained and a teacher that answers, before the Trainer is set up."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from silverspoon_kd.capture import InputView, base_of
+from silverspoon_kd.distributed import TeacherPlacement
+from silverspoon_kd.distributed.plan import Plan
+from silverspoon_kd.distributed.split_gpu import require_split_done
+from silverspoon_kd.errors import PlacementError
+from silverspoon_kd.objectives import Objective
+from silverspoon_kd.student import StepOptions, StudentRoot
+from silverspoon_kd.teacher import (
+    DedicatedTeacher,
+    PreparedTeacher,
+    TeacherBesideStudent,
+    TeacherExecutor,
+    check_loaded,
+    check_separate,
+    load_model,
+    shares_base,
+    start_world,
+)
+from silverspoon_kd.training.arguments import TrainingArguments
+from silverspoon_kd.training.assembly import (
+    assemble,
+    bind_heads,
+    check_modules,
+    check_optimizer,
+    probe_inputs,
+)
+from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
+from silverspoon_kd.training.run_arguments import autocast_dtype, run_plan
+from silverspoon_kd.training.vocabulary import check_tokenizers, check_vocabularies
+
+TeacherSource = nn.Module | str | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a distiller was asked for; ``args`` is the run's own copy, ``options`` come from the user's."""
+
+    student: nn.Module
+    teacher: TeacherSource
+    objective: Objective
+    args: TrainingArguments
+    options: StepOptions
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Callable[[list[Any]], Any] | None
+    processing_class: Any
+    prepare_teacher: Prepare | None
+    prepare_student: Prepare | None
+    optimizer: torch.optim.Optimizer | None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the Trainer is set up with.
+
+    Attributes:
+        plan: what will run.
+        root: what is trained.
+        trainable: names of the root's parameters that can get a gradient.
+        executor: the placed teacher.
+        teacher: the teacher's module where this process has one.
+        labels: names of the label columns.
+        columns: columns to keep of a data set; None: all.
+    """
+
+    plan: Plan
+    root: StudentRoot
+    trainable: set[str]
+    executor: TeacherExecutor
+    teacher: nn.Module | None
+    labels: list[str]
+    columns: list[str] | None
+
+
+def set_up(request: Request) -> Setup:
+    """Check everything that can be checked, find shapes, make projectors, place the teacher.
+
+    Raises:
+        ConfigurationError: models, alignments, data and arguments do not fit.
+    """
+    args, given = request.args, request.teacher
+    plan = run_plan(args, request.objective.kind)
+    dedicated = isinstance(args.teacher_placement, TeacherPlacement)
+    teacher = load_model(given, "teacher") if isinstance(given, nn.Module) or not dedicated else None
+    _check_models(request, teacher)
+    labels = label_columns(request.student, args.label_names)
+    # Nobody can tell which columns the user's functions read.
+    known = args.remove_unused_columns and not (request.prepare_teacher or request.prepare_student)
+    columns = used_columns(request.student, _columns_of(teacher), labels) if known else None
+    examples = _examples(request, teacher, columns)
+    bind_heads(None if dedicated else teacher, request.objective.alignments)
+    prepared = _dedicated(request, examples[1]) if dedicated else _beside_the_student(request, teacher, examples[1])
+    try:
+        if request.prepare_teacher is None:
+            check_vocabularies(request.student, prepared.facts.vocab_size)
+        assembly = assemble(
+            request.student,
+            request.objective,
+            request.options,
+            prepared.facts.values,
+            example=examples[0],
+            seed=args.seed,
+        )
+        check_optimizer(request.optimizer, assembly.root)
+        columns = used_columns(request.student, prepared.facts.columns, labels) if known else None
+        executor = prepared.place()
+    except BaseException:
+        prepared.abandon()
+        raise
+    return Setup(plan, assembly.root, assembly.trainable, executor, teacher, labels, columns)
+
+
+def _columns_of(teacher: nn.Module | None) -> list[str] | None:
+    view = None if teacher is None else InputView(teacher, "teacher")
+    return None if view is None or view.takes_everything else view.names
+
+
+def _check_models(request: Request, teacher: nn.Module | None) -> None:
+    check_modules(request.student, teacher, request.objective.alignments)
+    if teacher is not None:
+        if not shares_base(request.student, teacher):
+            check_separate(request.student, teacher)
+            check_loaded(teacher)
+        if request.prepare_teacher is None:
+            size = getattr(getattr(base_of(teacher), "config", None), "vocab_size", None)
+            check_vocabularies(request.student, size)
+    source = teacher if teacher is not None else request.teacher
+    if request.prepare_teacher is None and isinstance(source, (nn.Module, str)):
+        check_tokenizers(request.processing_class, source)
+
+
+def _examples(
+    request: Request, teacher: nn.Module | None, columns: list[str] | None
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    make = partial(
+        example_batch,
+        collator=request.data_collator,
+        processing_class=request.processing_class,
+        student=request.student,
+        columns=columns,
+    )
+    alpha, end_to_end = request.options.alpha > 0, request.options.end_to_end
+    return checked_examples(
+        [(make(request.train_dataset), alpha), (make(request.eval_dataset), alpha or end_to_end)],
+        request.student,
+        teacher,
+        request.prepare_student,
+        request.prepare_teacher,
+    )
+
+
+def _beside_the_student(
+    request: Request, teacher: nn.Module | None, example: Mapping[str, Any] | None
+) -> PreparedTeacher:
+    assert teacher is not None, "a teacher beside the student is loaded by this process"
+    return TeacherBesideStudent(
+        teacher,
+        request.student,
+        request.objective.teacher_taps,
+        probe_inputs(teacher, example, "teacher"),
+        device=request.args.device,
+        sharded=request.args.teacher_placement == "sharded",
+        prepare=request.prepare_teacher,
+        autocast=autocast_dtype(request.args),
+    )
+
+
+def _dedicated(request: Request, example: Mapping[str, Any] | None) -> PreparedTeacher:
+    args, taps = request.args, request.objective.teacher_taps
+    if isinstance(request.teacher, nn.Module) and shares_base(request.student, request.teacher):
+        raise PlacementError(
+            "A dedicated teacher cannot be the student's own base model. Use teacher_placement=None, or load the "
+            "teacher separately."
+        )
+    world = start_world(
+        request.teacher,
+        args.teacher_placement,
+        require_split_done(args.teacher_placement),
+        taps,
+        example=example,
+        autocast=autocast_dtype(args),
+        timeout=args.teacher_timeout,
+    )
+    return DedicatedTeacher(world, taps, prepare=request.prepare_teacher, timeout=args.teacher_timeout)
