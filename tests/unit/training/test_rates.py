@@ -48,6 +48,7 @@ def test_i_01_rates_of_each_step(tmp_path, accumulation):
     assert [rates["student"] for rates in used.rates] == pytest.approx([1e-3 * each for each in share])
     assert {group["lr"] for group in distiller.optimizer.param_groups} == {0.0}
     logged = training_logs(distiller)
+    assert [entry["learning_rate"] for entry in logged] == [rates["student"] for rates in used.rates]
     assert [entry["learning_rate/model.layers.0"] for entry in logged] == [
         rates["model.layers.0"] for rates in used.rates
     ]
