@@ -9,7 +9,7 @@ import torch
 from silverspoon_kd import HolisticDistiller, ResponseBasedDistiller, create_alignments
 from silverspoon_kd.errors import ConfigurationError, TeacherError
 from support.tiny import Rows, arguments, collate, qwen3
-from support.untouched import refused
+from support.untouched import condition, refused
 
 LAYERS = r"model\.layers\.\d+"
 
@@ -145,3 +145,19 @@ def test_reused_arguments_are_never_modified(tmp_path, caplog):
             assert {k: v for k, v in vars(args).items() if k != "distributed_state"} == fields
     assert losses[0] == losses[2] != losses[1]
     assert wish == {"use_reentrant": True}
+
+
+def test_arguments_that_the_trainer_refuses(tmp_path):
+    """The error is the Trainer's; the teacher is thawed again."""
+    teacher, student = qwen3(0), qwen3(1)
+    before = condition(teacher), condition(student)
+    with pytest.raises(ValueError, match="eval_dataset"):
+        ResponseBasedDistiller(
+            student,
+            teacher,
+            args=arguments(tmp_path, eval_strategy="steps"),
+            train_dataset=Rows(),
+            data_collator=collate,
+        )
+    assert (condition(teacher), condition(student)) == before
+    response(tmp_path, student, teacher).train()

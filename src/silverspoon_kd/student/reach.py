@@ -50,13 +50,16 @@ def only_trainable(root: nn.Module, names: set[str] | None) -> Iterator[None]:
 
 
 @contextmanager
-def modes_kept_on_error(root: nn.Module) -> Iterator[None]:
-    """If the block raises, put back the mode of every module and drop the gradients of the step that failed."""
-    modes = [(module, module.training) for module in root.modules()]
+def flags_kept_on_error(*models: nn.Module) -> Iterator[None]:
+    """If the block raises, put all flags of the models back and drop the gradients of the step that failed."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    trainable = [(parameter, parameter.requires_grad) for model in models for parameter in model.parameters()]
     try:
         yield
     except BaseException:
         for module, training in modes:
             module.training = training
-        root.zero_grad()
+        for parameter, wanted in trainable:
+            parameter.requires_grad_(wanted)
+            parameter.grad = None
         raise

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from silverspoon_kd.optim import (
     clip_gradients,
     per_group_schedule,
 )
-from silverspoon_kd.student import modes_kept_on_error, only_trainable
+from silverspoon_kd.student import flags_kept_on_error, only_trainable
 from silverspoon_kd.training import checkpoint
 from silverspoon_kd.training.arguments import TrainingArguments
 from silverspoon_kd.training.assembly import group_specs, owned_parameters
@@ -91,19 +92,23 @@ class DistillationTrainer(transformers.Trainer):
             prepare_student=prepare_student_inputs,
             optimizer=trainer_arguments.get("optimizers", (None, None))[0],
         )
-        setup = set_up(request)
-        self.plan, self.student_model, self.teacher = setup.plan, student_model, setup.teacher
-        self.root, self._trainable, self._executor = setup.root, setup.trainable, setup.executor
-        self._labels = setup.labels
-        args.remove_unused_columns = setup.columns is not None
-        super().__init__(
-            model=self.root,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            **trainer_arguments,
-        )
+        models = [model for model in (student_model, teacher_model) if isinstance(model, nn.Module)]
+        with flags_kept_on_error(*models), ExitStack() as on_error:
+            setup = set_up(request)
+            on_error.callback(setup.executor.close)
+            self.plan, self.student_model, self.teacher = setup.plan, student_model, setup.teacher
+            self.root, self._trainable, self._executor = setup.root, setup.trainable, setup.executor
+            self._labels = setup.labels
+            args.remove_unused_columns = setup.columns is not None
+            super().__init__(
+                model=self.root,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                **trainer_arguments,
+            )
+            on_error.pop_all()
         names = self.root.view.names
         self.data_collator = DictCollator(self.data_collator, names, given_by_user=data_collator is not None)
         self._instruments = make_instruments(args)
@@ -256,7 +261,7 @@ class DistillationTrainer(transformers.Trainer):
         )
         self._first_step_checked = False
         self._step_values, self._num_steps = RunningMeans(), 0
-        with only_trainable(self.root, self._trainable), modes_kept_on_error(self.root):
+        with only_trainable(self.root, self._trainable), flags_kept_on_error(self.root):
             try:
                 return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
             finally:
