@@ -28,7 +28,6 @@ class Architecture:
         targets: logits of both sides and the batch -> what of them is compared, ``[positions, vocabulary]``.
         narrow: changes that make a student of another width.
         own_loss: the model computes a loss of its own from labels.
-        blockwise: each block's input is the hidden states, so it can learn alone.
     """
 
     build: Callable[..., nn.Module]
@@ -39,7 +38,6 @@ class Architecture:
     targets: Callable[[Tensor, Batch], Tensor]
     narrow: Mapping[str, Any] = field(default_factory=dict)
     own_loss: bool = True
-    blockwise: bool = True
 
     def batch(self) -> dict[str, Tensor]:
         """The batch."""
@@ -312,8 +310,6 @@ ARCHITECTURES = {
         lambda: text_rows(labels=_masked_labels),
         _unpadded,
         labelled_and_unpadded,
-        # The one layer takes in another input at each of its runs.
-        blockwise=False,
     ),
     "t5": Architecture(
         t5,

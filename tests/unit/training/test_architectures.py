@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from silverspoon_kd import BlockwiseDistiller, HolisticDistiller, ResponseBasedDistiller, create_alignments
@@ -18,7 +19,6 @@ STEPS = 2
 
 every = pytest.mark.parametrize("name", ARCHITECTURES)
 narrow = pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.narrow])
-blockwise = pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.blockwise])
 with_own_loss = pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.own_loss])
 
 
@@ -119,7 +119,7 @@ def test_holistic_with_projectors(tmp_path, name: str) -> None:
     holistic(tmp_path, name, with_projectors=True)
 
 
-@blockwise
+@every
 def test_blockwise(tmp_path, name: str) -> None:
     architecture = ARCHITECTURES[name]
     teacher, student = architecture.pair(narrow=bool(architecture.narrow))
@@ -192,6 +192,53 @@ def test_response(tmp_path, name: str) -> None:
 @with_own_loss
 def test_response_and_own_loss(tmp_path, name: str) -> None:
     response(tmp_path, name, alpha=0.5)
+
+
+def test_experts_without_a_fake_form(tmp_path) -> None:
+    """The default implementation of experts: float32 only, and shapes can be found only by a real forward."""
+    architecture = ARCHITECTURES["mixtral"]
+    teacher, student = (architecture.build(seed, experts_implementation=None) for seed in (0, 1))
+    assert student.config._experts_implementation == "grouped_mm"
+    by_hand, batch = copy.deepcopy(student), architecture.batch()
+    alignments = create_alignments(teacher, student, r"model\.layers\.\d+\.mlp")
+    names = [alignment.student_module_name for alignment in alignments]
+    _, log, _ = run(tmp_path, lambda **k: HolisticDistiller(teacher, alignments, **k), architecture)
+    history = descend(
+        [by_hand.train()],
+        lambda: holistic_loss(
+            by_hand,
+            teacher,
+            names,
+            inputs_of(student, batch),
+            lambda module: architecture.valid(batch, module),
+            {name: nn.Identity() for name in names},
+        ),
+        RATE,
+        STEPS,
+    )
+    assert [entry["loss"] for entry in log] == pytest.approx([sum(values.values()) for values in history], rel=1e-4)
+    for name, value in student.state_dict().items():
+        torch.testing.assert_close(value, by_hand.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt2", "bert"])
+def test_label_smoothing_of_the_own_loss(tmp_path, name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    teacher, student = architecture.pair()
+    batch, by_hand = architecture.batch(), copy.deepcopy(student)
+    _, log, _ = run(
+        tmp_path,
+        lambda **k: ResponseBasedDistiller(student, teacher, **k),
+        architecture,
+        alpha=0.5,
+        label_smoothing_factor=0.1,
+    )
+    logits, labels = by_hand(**inputs_of(by_hand, batch)).logits, batch["labels"]
+    if name == "gpt2":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    wanted = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    assert log[0]["loss/task"] == pytest.approx(wanted.item(), rel=1e-6)
+    assert log[0]["loss"] == pytest.approx(0.5 * (log[0]["loss/task"] + log[0]["loss/logits"]), rel=1e-6)
 
 
 def test_the_decoder_mask_of_t5_is_the_decoders_own() -> None:
