@@ -1,0 +1,36 @@
+"""The placement examples, started as their first line says; all of them give the same losses."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "placement"
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+def run_example(name: str, folder: Path) -> list[float]:
+    """Start an example on two ranks, with four CPU slots, and return the losses it printed."""
+    words = ast.get_docstring(ast.parse((FOLDER / name).read_text())).split(": ")[1].split()
+    assert words == ["torchrun", "--nproc_per_node=2", name]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", words[1], str(FOLDER / name)]
+    environment = {**os.environ, "SILVERSPOON_CPU_SLOTS": "4", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(value) for value in re.findall(r"^\{'loss': '([0-9.e+-]+)'", done.stdout, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory):
+    return run_example("replicated.py", tmp_path_factory.mktemp("replicated"))
+
+
+@pytest.mark.parametrize("name", ["sharded.py", "dedicated_pp.py", "dedicated_tp.py", "dedicated_sharded.py"])
+def test_placements_give_the_same_losses(name, replicated, tmp_path):
+    assert len(replicated) == 4
+    assert run_example(name, tmp_path) == pytest.approx(replicated, rel=1e-3)
+    assert not list(Path("/dev/shm").glob("*silverspoon*"))
