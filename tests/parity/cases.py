@@ -115,12 +115,13 @@ class ParityRows(Dataset):
 
 @dataclass(frozen=True)
 class Collate:
-    """Pad the rows of a batch to the longest of them, and further as asked."""
+    """Pad the rows of a batch to the longest of them, and further as asked; the labels of padding are -100, or not."""
 
     right: int = 0
     left: int = 0
     empty_rows: int = 0
     padding_token: int = PAD
+    padding_label: int = -100
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         length = max(len(row["input_ids"]) for row in rows) + self.right
@@ -128,7 +129,7 @@ class Collate:
         for row in [*rows, *[{"input_ids": [], "labels": []}] * self.empty_rows]:
             real = len(row["input_ids"])
             before, after = [1] * self.left, [1] * (length - real)
-            pad, none = self.padding_token, -100
+            pad, none = self.padding_token, self.padding_label
             batch["input_ids"].append([pad * i for i in before] + row["input_ids"] + [pad * i for i in after])
             batch["attention_mask"].append([0 * i for i in before] + [1] * real + [0 * i for i in after])
             batch["labels"].append([none * i for i in before] + row["labels"] + [none * i for i in after])

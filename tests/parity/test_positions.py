@@ -72,6 +72,12 @@ def test_training_on_fully_masked_batches_changes_nothing(name, tmp_path):
     assert [set(entry.values()) for entry in outcome.losses] == [{0.0}] * 2
 
 
+def test_labels_left_on_padding_do_not_count(single, tmp_path):
+    case = BY_NAME["response"]
+    careless = Collate(left=4, right=3, padding_label=5)
+    same(run(case, ONE, tmp_path, collate=careless), single(case, ONE))
+
+
 def unlabelled(rows):
     return {key: value for key, value in Collate()(rows).items() if key != "labels"}
 
