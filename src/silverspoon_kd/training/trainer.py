@@ -77,7 +77,7 @@ class DistillationTrainer(transformers.Trainer):
         self._step_values, self._eval_values, self._num_steps = RunningMeans(), RunningMeans(), 0
         self._norms: dict[str, Tensor] = {}
         self._rates: dict[str, Any] = {}
-        self._objective, self._prepare_student = objective, prepare_student_inputs
+        self._objective, self._prepare_student, self.student_model = objective, prepare_student_inputs, student_model
         request = Request(
             student=student_model,
             teacher=teacher_model,
@@ -96,9 +96,8 @@ class DistillationTrainer(transformers.Trainer):
         with flags_kept_on_error(*models), ExitStack() as on_error:
             setup = set_up(request)
             on_error.callback(setup.executor.close)
-            self.plan, self.student_model, self.teacher = setup.plan, student_model, setup.teacher
-            self.root, self._trainable, self._executor = setup.root, setup.trainable, setup.executor
-            self._labels = setup.labels
+            self.plan, self._labels, self._trainable = setup.plan, setup.labels, setup.trainable
+            self.root, self.teacher, self._executor = setup.root, setup.teacher, setup.executor
             args.remove_unused_columns = setup.columns is not None
             super().__init__(
                 model=self.root,
@@ -109,8 +108,8 @@ class DistillationTrainer(transformers.Trainer):
                 **trainer_arguments,
             )
             on_error.pop_all()
-        names = self.root.view.names
-        self.data_collator = DictCollator(self.data_collator, names, given_by_user=data_collator is not None)
+        collator, names = self.data_collator, self.root.view.names
+        self.data_collator = DictCollator(collator, names, given_by_user=data_collator is not None)
         self._instruments = make_instruments(args)
         for callback in (*self._instruments, SharedBuffers()):
             self.add_callback(callback)
