@@ -17,6 +17,11 @@ def first(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
 
 
+def cut(value: Any) -> Any:
+    """A tensor without its graph; tuples of tensors, such as rotary tables, have none."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def features(
     model: nn.Module, names: Sequence[str], inputs: Inputs, replaced: Mapping[str, Callable[[], Tensor]] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
@@ -26,16 +31,18 @@ def features(
         model: anything.
         names: of its modules.
         inputs: keyword arguments.
-        replaced: for module names, what they compute on instead of their first argument.
+        replaced: for module names, what they compute on instead of their first argument; they hand no gradient on.
     """
     taken: dict[str, Tensor] = {}
     given: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
 
     def before(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple) -> Any:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             taken[name] = args[0]
-            return (replaced[name](), *args[1:]) if replaced else None
+            if not replaced:
+                return None
+            return (replaced[name](), *map(cut, args[1:])), {key: cut(value) for key, value in kwargs.items()}
 
         return hook
 
@@ -47,7 +54,7 @@ def features(
 
     with ExitStack() as stack:
         for name in names:
-            stack.callback(modules[name].register_forward_pre_hook(before(name)).remove)
+            stack.callback(modules[name].register_forward_pre_hook(before(name), with_kwargs=True).remove)
             stack.callback(modules[name].register_forward_hook(after(name)).remove)
         output = model(**inputs)
     return taken, given, output

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from silverspoon_kd.capture.names import base_of, find_module, named_modules
 from silverspoon_kd.capture.selectors import Selector, select
 from silverspoon_kd.errors import AlignmentError, TrainingError
+from silverspoon_kd.tree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Capture:
         taps: what to record.
         trace: filled in by the first run and used by the later ones of the same model.
         substitute: for module names, a function of the module's incoming hidden states that gives what it shall
-            compute on instead.
+            compute on instead; no gradient leaves such a module through anything else that it takes in.
         on_value: told of each recorded activation as soon as it is final (from the second forward on, when it is known
             how often its module runs).
     """
@@ -225,8 +226,11 @@ def _substitution(replace: Callable[[Tensor], Tensor], name: str) -> Callable[..
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         _, _, hidden = _hidden_argument(args, kwargs, name)
         new = replace(hidden)
-        if args and args[0] is hidden:
-            return (new, *args[1:]), kwargs
-        return args, {word: new if value is hidden else value for word, value in kwargs.items()}
+
+        def given(value: Any) -> Any:
+            # All that comes in is cut off: T5's blocks also get the encoder's states and block 0's position bias.
+            return new if value is hidden else map_tensors(Tensor.detach, value)
+
+        return tuple(map(given, args)), {word: given(value) for word, value in kwargs.items()}
 
     return hook

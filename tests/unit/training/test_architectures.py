@@ -1,6 +1,7 @@
 """Every kind of model, trained two steps by the package and by hand, in float64."""
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -246,6 +247,18 @@ def test_the_decoder_mask_of_t5_is_the_decoders_own() -> None:
     batch, valid = ARCHITECTURES["t5"].batch(), ARCHITECTURES["t5"].valid
     encoder, decoder = valid(batch, "encoder.block.0"), valid(batch, "decoder.block.0")
     assert encoder.shape == decoder.shape and not torch.equal(encoder, decoder)
+
+
+@pytest.mark.parametrize("aligned", ["encoder.block.1", "decoder.block.1"])
+def test_a_block_of_t5_learns_alone(tmp_path, aligned: str) -> None:
+    """It takes in the encoder's states and the position bias of block 0; its loss must not move what made them."""
+    architecture = ARCHITECTURES["t5"]
+    teacher, student = architecture.pair()
+    start = copy.deepcopy(student)
+    alignments = create_alignments(teacher, student, re.escape(aligned), output_selector_index=0)
+    run(tmp_path, lambda **k: BlockwiseDistiller(teacher, alignments, **k), architecture)
+    changed = moved(start, student)
+    assert changed and all(name.startswith(aligned + ".") for name in changed)
 
 
 def test_gpt2_and_t5_share_their_embeddings() -> None:
