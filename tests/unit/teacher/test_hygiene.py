@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from silverspoon_kd import HolisticDistiller, ResponseBasedDistiller, create_alignments
 from silverspoon_kd.errors import ConfigurationError, TeacherError
-from silverspoon_kd.teacher import check_loaded, check_separate, freeze_teacher
+from silverspoon_kd.teacher import check_loaded, check_separate
 from support.architectures import ARCHITECTURES, bert, bert_classifier, bloom, text_rows
 from support.distil import KINDS, make, training_logs
 from support.tiny import Rows, arguments, collate, llama, qwen3, weights
@@ -314,13 +314,6 @@ def test_the_teacher_stays_frozen_and_in_evaluation_mode(tmp_path) -> None:
     """It could serve the next distiller at once; who wants to train it again says so."""
     teacher = small(0).train()
     make("response", tmp_path, student=small(1), teacher=teacher).train()
-    assert not any(module.training for module in teacher.modules())
-    assert not any(parameter.requires_grad for parameter in teacher.parameters())
-
-
-def test_freezing_is_complete() -> None:
-    teacher = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).train()
-    freeze_teacher(teacher)
     assert not any(module.training for module in teacher.modules())
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
