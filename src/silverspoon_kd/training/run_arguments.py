@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from silverspoon_kd.capture import base_of
 from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.distributed.plan import Plan, resolve_plan
 from silverspoon_kd.distributed.split_gpu import check_student_processes, require_split_done
@@ -54,6 +55,9 @@ def run_arguments(args: TrainingArguments | None, kind: str, student: nn.Module)
         _check_per_block(kind, student)
         _set_checkpointing(args, True)
     _leave_reentrant(args)
+    if args.ddp_find_unused_parameters is None:
+        # What no loss reaches is frozen, so DDP need not search, unless layers are dropped at random.
+        args.ddp_find_unused_parameters = _drops_layers(student)
     return args
 
 
@@ -143,6 +147,12 @@ def _check_per_block(kind: str, student: nn.Module) -> None:
         raise ConfigurationError(
             f"backward_per_block=True recomputes each block, which {type(student).__name__} does not support."
         )
+
+
+def _drops_layers(student: nn.Module) -> bool:
+    config = getattr(base_of(student), "config", None)
+    names = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    return any((getattr(config, name, 0) or 0) > 0 for name in names)
 
 
 def _set_checkpointing(args: TrainingArguments, value: bool) -> None:
