@@ -1,7 +1,7 @@
 """Activations of a model by module name, through any wrapper."""
 
 from silverspoon_kd.capture.inputs import LABEL_KEYS, InputView
-from silverspoon_kd.capture.names import base_of, clean_name, find_module, is_peft_model, named_modules, parameter_names
+from silverspoon_kd.capture.names import base_of, clean_name, find_module, is_peft_model, named_modules
 from silverspoon_kd.capture.selectors import Selector, select, select_logits
 from silverspoon_kd.capture.session import Capture, Tap, Trace
 
@@ -17,7 +17,6 @@ __all__ = [
     "find_module",
     "is_peft_model",
     "named_modules",
-    "parameter_names",
     "select",
     "select_logits",
 ]

@@ -67,9 +67,3 @@ def find_module(model: nn.Module, name: str) -> nn.Module:
             current = current._modules[inner]  # type: ignore[assignment]
         current = current._modules[part]  # type: ignore[assignment]
     return current
-
-
-def parameter_names(model: nn.Module, prefix: str) -> set[str]:
-    """Return the names, as ``model.named_parameters()`` gives them, of the parameters below a clean module name."""
-    target = {id(parameter) for parameter in find_module(model, prefix).parameters()}
-    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in target}
