@@ -7,6 +7,7 @@ run by one more pytest for each mode, and what happened there is reported here. 
     SIMDEV_MODE=async python -m pytest tests/simdev/test_streams.py -k overlap
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -47,8 +48,15 @@ def library() -> None:
     assert done.returncode == 0, f"The simulated device could not be built:\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.fixture(scope="session")
+def _quick_collections() -> None:
+    """Every training run collects garbage, which takes longer than its steps."""
+    if MODE is not None:
+        gc.freeze()
+
+
 @pytest.fixture(params=MODES if MODE is None else [MODE])
-def sim(request: pytest.FixtureRequest, library: None) -> Iterator[ModuleType | None]:
+def sim(request: pytest.FixtureRequest, library: None, _quick_collections: None) -> Iterator[ModuleType | None]:
     """``torch.sim`` with four devices, in each mode; None where the test is not called."""
     yield from _simulation(request.param)
 

@@ -51,17 +51,17 @@ def pipeline_map(teacher: nn.Module, devices: list[str]) -> dict[str, Any]:
     low, high, best = total // len(devices), total, None
     while best is None or high - low > total // 50 + 1:
         most = high if best is None else (low + high) // 2
-        # On its first device accelerate keeps room for offloaded layers, which there are not: so that one gets nothing.
-        room: dict[int | str, int] = {0: 0, **dict.fromkeys(range(1, len(devices) + 1), most + 1), "cpu": 0}
+        # accelerate keeps room for offloaded layers, which there are none of: on "mps" if it is there, else on device 0.
+        room: dict[int | str, int] = {**dict.fromkeys(range(len(devices)), most + 1), "mps": 0, "cpu": 0}
         found = infer_auto_device_map(base, max_memory=room, no_split_module_classes=blocks)
-        if "cpu" not in found.values() and "disk" not in found.values():
+        if set(found.values()) <= set(range(len(devices))):
             high, best = most, found
         elif best is None:
             break
         else:
             low = most
     if best is not None:
-        return {name: devices[int(number) - 1] for name, number in best.items()}
+        return {name: devices[int(number)] for name, number in best.items()}
     raise PlacementError(f"The teacher {type(base).__name__} cannot be divided over {', '.join(devices)}.")
 
 
