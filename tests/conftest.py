@@ -1,5 +1,6 @@
 """What every test starts from: one thread, no network, the same random numbers, a clean environment afterwards."""
 
+import gc
 import os
 import random
 import sys
@@ -24,6 +25,12 @@ from hypothesis import settings  # noqa: E402
 # No deadline: a shared machine makes single examples slow. Derandomized: a red run must be red again.
 settings.register_profile("silverspoon", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("silverspoon")
+
+
+def pytest_collection_finish() -> None:
+    """Take what importing made out of every later collection; the Trainer collects garbage in each run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

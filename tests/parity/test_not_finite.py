@@ -11,13 +11,11 @@ from parity.cases import ACCUMULATED, MOVED, ONE, PARITY_CASES, build_student, b
 from parity.runs import build, identical, moved, run, train
 from silverspoon_kd import create_alignments
 from silverspoon_kd.errors import TrainingError
-from silverspoon_kd.losses import register_loss
 
 SICK, HEALTHY = "model.layers.1", ("model.layers.0", "model.layers.2")
 BLOCKWISE = next(case for case in PARITY_CASES if case.name == "blockwise-narrow")
 
 
-@register_loss("mse_until")
 def mse_until(last_call, constant=False):
     """Mean squared error that becomes NaN after ``last_call`` calls; ``constant``: without a gradient that is NaN."""
     calls = 0
@@ -44,10 +42,8 @@ class Steps(TrainerCallback):
 
 def alignments_with(teacher, student, last_call, **options):
     lists = [create_alignments(teacher, student, name.replace(".", r"\."), output_selector_index=0) for name in HEALTHY]
-    kwargs = {"last_call": last_call, **options}
-    sick = create_alignments(
-        teacher, student, r"model\.layers\.1", "mse_until", loss_function_kwargs=kwargs, output_selector_index=0
-    )
+    loss = mse_until(last_call, **options)
+    sick = create_alignments(teacher, student, r"model\.layers\.1", loss, output_selector_index=0)
     return lists[0] + sick + lists[1]
 
 
