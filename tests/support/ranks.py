@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,24 +30,45 @@ def torchrun(
     Raises:
         AssertionError: a rank failed or the time is over; the message holds the end of the output.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command = [*launcher, str(program), *map(str, arguments)]
+    with started(program, arguments, log=log, num_ranks=num_ranks) as (process, _):
+        try:
+            outcome = f"ended with {process.wait(timeout)}"
+        except subprocess.TimeoutExpired:
+            outcome = f"did not end within {timeout} s"
+    assert process.returncode == 0, f"{program.name} on {num_ranks} ranks {outcome}:\n{log.read_text()[-6000:]}"
+
+
+@contextmanager
+def started(
+    program: Path,
+    arguments: Sequence[object],
+    *,
+    log: Path,
+    num_ranks: int = 2,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Run ``program`` meanwhile; yield the launcher and the mark of all its processes, and end what is left.
+
+    Args:
+        program: a Python file.
+        arguments: its command line.
+        log: where the output of all ranks goes.
+        num_ranks: number of processes; 0: one without a launcher.
+        variables: environment variables besides those of this process.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"] if num_ranks else []
+    command = [sys.executable, *launcher, str(program), *map(str, arguments)]
     mark = uuid.uuid4().hex
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", MARK: mark}
-    code = None
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(variables or {}), MARK: mark}
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
+            yield process, mark
         finally:
             end(mark)
             process.wait()
-    outcome = f"ended with {code}" if code is not None else f"did not end within {timeout} s"
-    assert code == 0, f"{program.name} on {num_ranks} ranks {outcome}:\n{log.read_text()[-6000:]}"
 
 
 def marked(mark: str) -> list[psutil.Process]:
