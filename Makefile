@@ -5,6 +5,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # Extra arguments for pytest: make test PYTEST_ARGS="-k blockwise -x"
 PYTEST_ARGS ?=
+# Processes that run the tests of one process; tests that start ranks of their own run one after the other.
+WORKERS ?= 2
 # QUICK=1 gives the short form of the demo.
 QUICK ?= 0
 
@@ -13,6 +15,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS := cli,demo,dev,peft,prune,report
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+PYTEST := $(BIN)/python -m pytest
+# Nothing selected is no failure: PYTEST_ARGS="-k name" may leave one of two calls empty.
+OR_NONE := || [ $$? -eq 5 ]
 DEMO_CONFIG := examples/smollm2/$(if $(filter 1,$(QUICK)),quick,distill).yaml
 
 .PHONY: help venv check test test-fast demo format cases docs clean
@@ -41,13 +46,13 @@ check: $(INSTALLED) ## Format, lint, types, layers and the contract tests
 	$(BIN)/python -m pytest tests/contract $(PYTEST_ARGS)
 
 test: $(INSTALLED) ## The whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
+	$(PYTEST) -m multiprocess $(PYTEST_ARGS) $(OR_NONE)
 
 test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
-	$(BIN)/python -m pytest -m "not slow and not multiprocess" $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
 
 demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form
-	@if [ -f examples/smollm2/prepare.py ]; then HF_HUB_OFFLINE=1 $(BIN)/python examples/smollm2/prepare.py; fi
 	HF_HUB_OFFLINE=1 $(BIN)/silverspoon-kd train $(DEMO_CONFIG)
 
 format: $(INSTALLED) ## Rewrite the sources in the project's format

@@ -27,6 +27,24 @@ settings.register_profile("silverspoon", deadline=None, derandomize=True, max_ex
 settings.load_profile("silverspoon")
 
 
+# What `make test-fast` leaves out: whole runs that are compared with other whole runs.
+_SLOW = (
+    "parity/",
+    "simdev/",
+    *(f"unit/training/test_{name}.py" for name in ("activation_checkpointing", "checkpoints", "economy", "evaluation")),
+    *(f"unit/training/test_{name}.py" for name in ("lora", "positions_of_losses", "rates", "resume")),
+    "unit/training/test_wrapped_students.py",
+    "unit/teacher/test_hygiene.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow folders and files."""
+    for item in items:
+        if item.path.relative_to(_TESTS).as_posix().startswith(_SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """Take what importing made out of every later collection; the Trainer collects garbage in each run."""
     gc.collect()
