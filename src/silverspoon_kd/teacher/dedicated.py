@@ -18,6 +18,7 @@ from silverspoon_kd.teacher.facts import TeacherFacts
 from silverspoon_kd.teacher.world.client import WorldExecutor
 from silverspoon_kd.teacher.world.launch import World
 from silverspoon_kd.teacher.world.spec import WorldSpec
+from silverspoon_kd.teacher.world.strategies import check_source
 from silverspoon_kd.teacher.world.weights import adopt_weights, places_in, share_weights
 
 
@@ -44,7 +45,11 @@ def start_world(
         example: a tiny batch, for teachers whose config does not say what they take in.
         autocast: dtype of mixed precision.
         timeout: longest wait for the teacher, in seconds.
+
+    Raises:
+        PlacementError: the teacher cannot be divided so.
     """
+    check_source(source, placement.strategy, len(split.teacher_indices))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     starts = local_rank == 0
     module = source if isinstance(source, nn.Module) else None

@@ -1,7 +1,9 @@
 """A teacher from whatever the user gives: a module, a model id or folder, or a callable that builds it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -49,12 +51,37 @@ def _uncompiled(model: nn.Module, role: str) -> nn.Module:
     return inner
 
 
-def _from_pretrained(name: str, role: str) -> nn.Module:
+@dataclass(frozen=True)
+class Described:
+    """What is known of a model before it is loaded: its class and its config."""
+
+    model_class: Any
+    config: Any
+
+
+def describe_model(name: str, role: str) -> Described:
+    """Read the config of a model id or folder.
+
+    Raises:
+        TeacherError: there is none.
+    """
     import transformers
 
-    try:
+    with _clear_errors(name, role):
         config: Any = transformers.AutoConfig.from_pretrained(name)
-        build = getattr(transformers, (config.architectures or [""])[0] or "", transformers.AutoModelForCausalLM)
-        return build.from_pretrained(name)
+    architecture = (config.architectures or [""])[0] or ""
+    return Described(getattr(transformers, architecture, transformers.AutoModelForCausalLM), config)
+
+
+def _from_pretrained(name: str, role: str) -> nn.Module:
+    described = describe_model(name, role)
+    with _clear_errors(name, role):
+        return described.model_class.from_pretrained(name)
+
+
+@contextmanager
+def _clear_errors(name: str, role: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise TeacherError(f"The {role} {name!r} cannot be loaded: {error}") from error

@@ -1,7 +1,6 @@
 """The student's side of a teacher world: requests go out at once, activations come in when they are taken."""
 
-import atexit
-import builtins
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor
 
 from silverspoon_kd.capture import LABEL_KEYS, Tap
-from silverspoon_kd.errors import TeacherError
 from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun, check_ids
 from silverspoon_kd.teacher.facts import TeacherFacts
 from silverspoon_kd.teacher.world.codec import encode
 from silverspoon_kd.teacher.world.launch import World
-from silverspoon_kd.teacher.world.link import Link
+from silverspoon_kd.teacher.world.link import Link, interruptible
 from silverspoon_kd.tree import tensors_in
 
 
@@ -74,7 +72,8 @@ class WorldExecutor(TeacherExecutor):
         self._link: Link = world.connect(timedelta(seconds=timeout))
         self._runs: dict[int, WorldRun] = {}
         self._number = 0
-        atexit.register(self.close)
+        # Also at the end of the process, which is the only end that most scripts give it.
+        self._end = weakref.finalize(self, world.close)
 
     def start(self, batch: Mapping[str, Any]) -> TeacherRun:
         inputs = self._prepare(dict(batch)) if self._prepare else batch
@@ -96,10 +95,10 @@ class WorldExecutor(TeacherExecutor):
     def receive(self, source: int) -> None:
         """Wait for the next message of a teacher process and put it where it belongs."""
         with self._world.watching():
-            message = self._link.receive(source)
+            message = interruptible(lambda: self._link.receive(source))
         content = message.content
         if "error" in content:
-            raise _rebuilt(content["error"])
+            self._world.fail(content["error"])
         run = self._runs.get(content["id"])
         if run is not None:
             value = content["same_as"] if "same_as" in content else message.tensors[0]
@@ -110,15 +109,4 @@ class WorldExecutor(TeacherExecutor):
         self._runs.pop(number, None)
 
     def close(self) -> None:
-        atexit.unregister(self.close)
-        self._world.close()
-
-
-def _rebuilt(report: dict[str, str]) -> Exception:
-    """Return the teacher's exception as itself where its type is a common one, with the teacher's own traceback."""
-    known = {"OutOfMemoryError": torch.OutOfMemoryError}
-    kind = known.get(report["type"]) or getattr(builtins, report["type"], None)
-    usable = isinstance(kind, type) and issubclass(kind, Exception)
-    error = kind(report["text"]) if usable else TeacherError(f"{report['type']}: {report['text']}")  # type: ignore[misc]
-    error.add_note("In a teacher process. " + report["details"])
-    return error
+        self._end()

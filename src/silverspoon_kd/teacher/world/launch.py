@@ -10,16 +10,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from silverspoon_kd.errors import TeacherError
-from silverspoon_kd.teacher.world.link import Link
+from silverspoon_kd.teacher.world.link import Link, interruptible
+from silverspoon_kd.teacher.world.reports import Report, ended_report, error_of
 from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.teacher.world.weights import SharedWeights, dump
 
 logger = logging.getLogger(__name__)
+
+# Seconds until a process that should end is made to, and until the reason of a failure must be known.
+_GRACE = 3.0
 
 # A process that was launched by torchrun or accelerate must not look to its child like one of its own ranks.
 _LAUNCHER_VARIABLES = (
@@ -49,7 +53,7 @@ class World:
         self._spec, self._local_rank = spec, local_rank
         self._timeout = timedelta(seconds=spec.timeout)
         self._processes: list[subprocess.Popen] = []
-        self._closing = False
+        self._closed = self._ending = False
         self.lead = spec.num_students
         self.store = TCPStore(
             "127.0.0.1", port or 0, is_master=local_rank == 0, wait_for_workers=False, timeout=self._timeout
@@ -66,11 +70,12 @@ class World:
         """Wait until the teacher is loaded and return what it says of itself.
 
         Raises:
-            TeacherError: a teacher process failed or did not answer in time.
+            TeacherError: a teacher process ended or did not answer in time; or its own exception.
         """
         deadline = time.monotonic() + self._spec.timeout
         while not self.store.check(["hello"]):
-            self._raise_failure()
+            if self._reports():
+                self.fail()
             if time.monotonic() > deadline:
                 raise TeacherError(
                     f"The teacher was not loaded within {self._spec.timeout:.0f} s. Raise teacher_timeout."
@@ -80,8 +85,9 @@ class World:
 
     def connect(self, timeout: timedelta) -> Link:
         """Join the wire; all students and teacher processes of the node do so at once."""
+        size = self._spec.num_students + self._spec.num_processes
         with self.watching():
-            return Link(self.store, self._local_rank, self._spec.num_students + self._spec.num_processes, timeout)
+            return interruptible(lambda: Link(self.store, self._local_rank, size, timeout))
 
     def answering(self, rows: int) -> list[int]:
         """Return the link ranks of the processes that send activations for a batch of ``rows``."""
@@ -102,20 +108,37 @@ class World:
         except RuntimeError as error:
             if isinstance(error, TeacherError):
                 raise
-            # The report may be on its way: the wire breaks before the parent has seen the end of the process.
-            for _ in range(40):
-                self._raise_failure(error)
-                time.sleep(0.05)
-            raise TeacherError(
-                f"The teacher did not answer within {self._spec.timeout:.0f} s, or its wire broke ({error}). Raise "
-                "teacher_timeout if a forward takes longer."
-            ) from error
+            self.fail(cause=error)
+
+    def fail(self, told: Report | None = None, cause: Exception | None = None) -> NoReturn:
+        """Raise what is known of a failure.
+
+        Args:
+            told: what a teacher process sent.
+            cause: what the wire said.
+
+        Raises:
+            TeacherError: a process of the world ended or did not answer.
+            Exception: the teacher's own.
+        """
+        # The reason may be on its way: others learn of the end of a process before it is reported.
+        deadline = time.monotonic() + _GRACE
+        found = [told] if told else []
+        while time.monotonic() < deadline and not any(not report["doubtful"] for report in found):
+            found = [*([told] if told else []), *self._reports()]
+            time.sleep(0.02)
+        if found:
+            raise error_of(min(found, key=lambda report: report["doubtful"]))
+        raise TeacherError(
+            f"The teacher did not answer within {self._spec.timeout:.0f} s, or its wire broke ({cause}). Raise "
+            "teacher_timeout if a forward takes longer."
+        ) from cause
 
     def close(self) -> None:
         """End the world: the processes leave when their pipe is closed. Called again it does nothing."""
-        if self._closing:
+        if self._closed:
             return
-        self._closing = True
+        self._closed = self._ending = True
         try:
             done = self.store.add("students_done", 1)
             deadline = time.monotonic() + 5
@@ -127,9 +150,10 @@ class World:
         for process in self._processes:
             if process.stdin:
                 process.stdin.close()
+        deadline = time.monotonic() + _GRACE
         for process in self._processes:
             try:
-                process.wait(timeout=5)
+                process.wait(timeout=max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -140,6 +164,7 @@ class World:
         for rank in range(self._spec.num_processes):
             start = {
                 "rank": rank,
+                "alone": self._spec.num_processes == 1,
                 "port": self.port,
                 "timeout": self._spec.timeout,
                 "cores": self._cores_of(rank),
@@ -169,16 +194,22 @@ class World:
 
     def _watch(self, rank: int, process: subprocess.Popen) -> None:
         code = process.wait()
-        if self._closing or self.store.check(["failed"]):
+        if self._ending:
             return
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        text = f"The teacher process {rank} (pid {process.pid}) {how}."
-        self.store.set("failed", json.dumps({"rank": rank, "type": "TeacherError", "text": text, "traceback": ""}))
+        self._ending = True
+        self.store.set(f"ended/{rank}", json.dumps(ended_report(rank, process.pid, code)))
+        # The others may be in a collective that never ends, and the students wait for them.
+        for other in self._processes:
+            other.kill()
 
-    def _raise_failure(self, cause: BaseException | None = None) -> None:
-        if not self.store.check(["failed"]):
-            return
-        report = json.loads(self.store.get("failed"))
-        details = f"\n\nThe teacher process's own traceback:\n{report['traceback']}" if report["traceback"] else ""
-        kind = "" if report["type"].endswith("Error") and not details else f"{report['type']}: "
-        raise TeacherError(f"{kind}{report['text']}{details}") from cause
+    def _reports(self) -> list[Report]:
+        """Return what the processes said before they ended, and for those that said nothing how they ended."""
+        found = []
+        try:
+            for rank in range(self._spec.num_processes):
+                key = next((key for key in (f"failed/{rank}", f"ended/{rank}") if self.store.check([key])), None)
+                if key is not None:
+                    found.append(json.loads(self.store.get(key)))
+        except RuntimeError:
+            logger.debug("The store of the teacher world is gone: the node's first student rank has ended.")
+        return found

@@ -6,10 +6,12 @@ describes it, and its tensors; all of a pair of processes arrive in the order in
 """
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from silverspoon_kd.errors import TeacherError
+
+T = TypeVar("T")
 
 _HEADER, _TEXT, _TENSOR = 1, 2, 3
 DTYPES = {
@@ -103,17 +107,28 @@ class Link:
             tensors.append(tensor)
         return Message(content, tensors, source)
 
-    def flush(self) -> None:
-        """Wait until everything that was sent has arrived."""
-        for work, _ in self._in_flight:
-            work.wait(self._timeout)
-        self._in_flight.clear()
-
     def _start(self, to: int, tensor: Tensor, tag: int) -> None:
         self._in_flight.append((self._group.send([tensor], to, tag), tensor))
 
     def _forget_sent(self) -> None:
         self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
+
+
+def interruptible(wait: Callable[[], T]) -> T:
+    """Return what ``wait`` returns, and let Ctrl-C through meanwhile: inside a wait of the wire nobody hears it."""
+    outcomes: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcomes.put((wait(), None))
+        except BaseException as error:
+            outcomes.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    value, failure = outcomes.get()
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[return-value]
 
 
 def _contiguous_on_cpu(tensor: Tensor) -> Tensor:

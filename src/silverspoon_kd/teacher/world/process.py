@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from datetime import timedelta
 from typing import Any, BinaryIO
 
@@ -45,8 +44,11 @@ def _run(start: dict[str, Any], payload: bytes) -> None:
         spec = load(payload, start["file"], start["nbytes"])
         Server(spec, rank, store).run()
     except BaseException as error:
-        report = {"rank": rank, "type": type(error).__name__, "text": str(error), "traceback": traceback.format_exc()}
-        store.set("failed", json.dumps(report))
+        from silverspoon_kd.teacher.world.reports import ReportedError, report_of
+
+        known = isinstance(error, ReportedError)
+        report = error.report if known else report_of(error, "", alone=start["alone"])  # type: ignore[attr-defined]
+        store.set(f"failed/{rank}", json.dumps(report))
         # Other threads may be inside a collective that never ends.
         os._exit(1)
 

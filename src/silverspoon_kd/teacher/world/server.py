@@ -1,7 +1,6 @@
 """A teacher process at work: one forward for each request, each activation sent as soon as it exists."""
 
 import json
-import traceback
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ from silverspoon_kd.errors import DataError
 from silverspoon_kd.teacher.facts import facts_of
 from silverspoon_kd.teacher.world.codec import decode
 from silverspoon_kd.teacher.world.link import Link, Message, dtype_name
+from silverspoon_kd.teacher.world.reports import Report, ReportedError, report_of
 from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.teacher.world.strategies import build_teacher
 from silverspoon_kd.tree import map_tensors, shapes, tensors_in
@@ -97,12 +97,12 @@ class Server:
             run.keep = rows.keep
             self._forward(rows.inputs, run)
         except Exception as error:
-            note = f"The teacher's batch was {shapes(inputs) or 'without tensors'}."
-            run.fail(error, note + "\n" + traceback.format_exc())
+            where = f"(In the teacher's forward; its batch was {shapes(inputs) or 'without tensors'}.)"
+            report = report_of(error, where, alone=self._size == 1)
             if self._size > 1:
                 # The other processes wait in a collective of this forward: the world cannot go on.
-                self._link.flush()
-                raise
+                raise ReportedError(report) from error
+            run.fail(report)
         run.close()
 
     def _forward(self, inputs: dict[str, Any], run: "_Answer") -> None:
@@ -163,9 +163,8 @@ class _Answer:
         else:
             self._link.send(self._to, content, [value if self.keep is None else value[: self.keep]])
 
-    def fail(self, error: Exception, details: str) -> None:
+    def fail(self, report: Report) -> None:
         """Send an error in place of what is still missing."""
-        report = {"type": type(error).__name__, "text": str(error), "details": details}
         self._link.send(self._to, {"id": self._number, "error": report})
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from silverspoon_kd.capture import base_of
 from silverspoon_kd.errors import PlacementError, TeacherError
 from silverspoon_kd.teacher.hygiene import freeze_teacher, is_self_placed
-from silverspoon_kd.teacher.loading import load_model
+from silverspoon_kd.teacher.loading import describe_model, load_model
 from silverspoon_kd.teacher.sharding import shard_frozen
 from silverspoon_kd.teacher.world.spec import WorldSpec
 
@@ -51,7 +51,7 @@ def pipeline_map(teacher: nn.Module, devices: list[str]) -> dict[str, Any]:
     low, high, best = total // len(devices), total, None
     while best is None or high - low > total // 50 + 1:
         most = high if best is None else (low + high) // 2
-        # accelerate keeps room for offloaded layers, which there are none of: on "mps" if it is there, else on device 0.
+        # accelerate keeps room for offloaded layers, which there are none of: on "mps" if there, else on device 0.
         room: dict[int | str, int] = {**dict.fromkeys(range(len(devices)), most + 1), "mps": 0, "cpu": 0}
         found = infer_auto_device_map(base, max_memory=room, no_split_module_classes=blocks)
         if set(found.values()) <= set(range(len(devices))):
@@ -86,6 +86,21 @@ def place_tensor(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
     return teacher
 
 
+def check_source(source: nn.Module | str | Callable[[], nn.Module], strategy: str, num_devices: int) -> None:
+    """Refuse, before anything is loaded, what cannot be split; what a callable will build is not known yet.
+
+    Raises:
+        PlacementError: as :func:`check_tensor_plan`.
+    """
+    if strategy != "tp":
+        return
+    if isinstance(source, nn.Module):
+        check_tensor_plan(source, num_devices)
+    elif isinstance(source, str):
+        described = describe_model(source, "teacher")
+        _check_tensor_plan(described.model_class, described.config, num_devices)
+
+
 def check_tensor_plan(teacher: nn.Module, num_devices: int) -> None:
     """Refuse what cannot be split.
 
@@ -93,8 +108,12 @@ def check_tensor_plan(teacher: nn.Module, num_devices: int) -> None:
         PlacementError: there is no plan, or heads do not divide.
     """
     base: Any = base_of(teacher)
-    name, config = type(base).__name__, getattr(base, "config", None)
-    if not getattr(base, "_tp_plan", None) and not getattr(base, "tp_plan", None):
+    _check_tensor_plan(base, getattr(base, "config", None), num_devices)
+
+
+def _check_tensor_plan(model: Any, config: Any, num_devices: int) -> None:
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
+    if not getattr(model, "_tp_plan", None) and not getattr(config, "base_model_tp_plan", None):
         raise PlacementError(
             f"strategy='tp' needs a tensor-parallel plan, but {name} has no _tp_plan. Use strategy='pp' or 'sharded'."
         )
