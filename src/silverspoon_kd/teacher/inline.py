@@ -15,7 +15,7 @@ from silverspoon_kd.errors import PlacementError
 from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor, TeacherRun, check_ids
 from silverspoon_kd.teacher.facts import facts_of
 from silverspoon_kd.teacher.hygiene import adapters_off, freeze_teacher, place_replicated, shares_base
-from silverspoon_kd.teacher.sharding import shard_frozen
+from silverspoon_kd.teacher.sharding import free_gathered, shard_frozen
 
 
 class InlineRun(TeacherRun):
@@ -65,6 +65,7 @@ class InlineExecutor(TeacherExecutor):
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._around())
+            stack.callback(free_gathered, self.teacher)
             if self._autocast is not None:
                 device = next((t.device.type for t in inputs.values() if isinstance(t, Tensor)), "cpu")
                 stack.enter_context(torch.autocast(device, dtype=self._autocast))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from silverspoon_kd.capture import base_of
 from silverspoon_kd.errors import PlacementError, near_names
@@ -41,8 +41,16 @@ def shard_frozen(
         )
     for unit in wrap_units(teacher, wrap_cls, size_threshold):
         fully_shard(unit, mesh=mesh)
-    fully_shard(teacher, mesh=mesh)
+    # No backward follows for which the weights of the root should stay gathered.
+    fully_shard(teacher, mesh=mesh, reshard_after_forward=True)
     return teacher
+
+
+def free_gathered(teacher: nn.Module) -> None:
+    """Free the weights that a forward gathered and, when it was stopped early, did not free itself."""
+    for module in teacher.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def wrap_units(

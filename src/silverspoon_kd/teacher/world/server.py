@@ -14,6 +14,7 @@ from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
 from silverspoon_kd.capture.probe import example_inputs
 from silverspoon_kd.errors import DataError
 from silverspoon_kd.teacher.facts import facts_of
+from silverspoon_kd.teacher.sharding import free_gathered
 from silverspoon_kd.teacher.world.codec import decode
 from silverspoon_kd.teacher.world.link import Link, Message, dtype_name
 from silverspoon_kd.teacher.world.reports import Report, ReportedError, report_of
@@ -118,6 +119,7 @@ class Server:
         if answers:
             for tap in self._taps:
                 run.send(tap, capture.values[tap])
+        free_gathered(self._teacher)
 
     def _divide(self, inputs: dict[str, Any]) -> "_Rows":
         """Return this process's rows; every process runs a forward, if need be on a row that is not its own."""
