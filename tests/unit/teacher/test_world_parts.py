@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
-from support.tiny import qwen3
 from torch import nn
 
 from silverspoon_kd.errors import PlacementError, TeacherError
 from silverspoon_kd.teacher.world.codec import decode, encode
 from silverspoon_kd.teacher.world.strategies import check_tensor_plan, pipeline_map
 from silverspoon_kd.teacher.world.weights import adopt_weights, dump, load, places_in, share_weights
+from support.tiny import qwen3
 
 
 def test_batches_cross_as_json_and_tensors():

@@ -12,6 +12,7 @@ from silverspoon_kd.errors import PlacementError, TeacherError
 from silverspoon_kd.teacher.hygiene import freeze_teacher, is_self_placed
 from silverspoon_kd.teacher.loading import describe_model, load_model
 from silverspoon_kd.teacher.sharding import shard_frozen
+from silverspoon_kd.teacher.world.pipeline import pipeline_map
 from silverspoon_kd.teacher.world.spec import WorldSpec
 
 
@@ -34,35 +35,6 @@ def place_pipeline(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
     from accelerate import dispatch_model
 
     return dispatch_model(teacher, device_map=pipeline_map(teacher, devices), main_device=devices[0])
-
-
-def pipeline_map(teacher: nn.Module, devices: list[str]) -> dict[str, Any]:
-    """Return ``{module name: device}`` that covers the model, with each repeated block whole and tied weights together.
-
-    Raises:
-        PlacementError: the model cannot be divided.
-    """
-    from accelerate import infer_auto_device_map
-    from accelerate.utils import compute_module_sizes
-
-    base = base_of(teacher)
-    blocks = list(getattr(base, "_no_split_modules", None) or _repeated_blocks(base))
-    total = compute_module_sizes(base)[""]
-    low, high, best = total // len(devices), total, None
-    while best is None or high - low > total // 50 + 1:
-        most = high if best is None else (low + high) // 2
-        # accelerate keeps room for offloaded layers, which there are none of: on "mps" if there, else on device 0.
-        room: dict[int | str, int] = {**dict.fromkeys(range(len(devices)), most + 1), "mps": 0, "cpu": 0}
-        found = infer_auto_device_map(base, max_memory=room, no_split_module_classes=blocks)
-        if set(found.values()) <= set(range(len(devices))):
-            high, best = most, found
-        elif best is None:
-            break
-        else:
-            low = most
-    if best is not None:
-        return {name: devices[int(number)] for name, number in best.items()}
-    raise PlacementError(f"The teacher {type(base).__name__} cannot be divided over {', '.join(devices)}.")
 
 
 def place_tensor(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
@@ -144,8 +116,3 @@ def _tied_head(base: Any) -> bool:
     head = getattr(base, "lm_head", None)
     embeddings = base.get_input_embeddings()
     return head is not None and embeddings is not None and head.weight is embeddings.weight
-
-
-def _repeated_blocks(base: nn.Module) -> set[str]:
-    """Return the classes that make up a list of modules, which is what a block is where the model does not say."""
-    return {type(child).__name__ for module in base.modules() if isinstance(module, nn.ModuleList) for child in module}
