@@ -36,6 +36,11 @@ class InputView:
         self._shift = getattr(base, "prepare_decoder_input_ids_from_labels", None)
         self._fixed = {"use_cache": False} if caches and (variadic or "use_cache" in self.names) else {}
 
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the ids of the model's decoder are made of the labels."""
+        return self._shift is not None
+
     def __call__(self, batch: Mapping[str, Any], *, with_labels: bool = False) -> dict[str, Any]:
         """Return the keyword arguments for this model.
 

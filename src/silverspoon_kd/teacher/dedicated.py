@@ -121,7 +121,13 @@ def _facts(world: World, taps: Sequence[Tap]) -> TeacherFacts:
     for tap, (dtype, shape) in zip(taps, told["values"], strict=True):
         values[tap] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
     columns = None if told["columns"] is None else tuple(told["columns"])
-    return TeacherFacts(values=values, columns=columns, vocab_size=told["vocab_size"], class_name=told["class"])
+    return TeacherFacts(
+        values=values,
+        columns=columns,
+        vocab_size=told["vocab_size"],
+        class_name=told["class"],
+        shifts_labels=told["shifts_labels"],
+    )
 
 
 def _from_first_rank(value: Any) -> Any:

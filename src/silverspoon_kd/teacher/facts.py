@@ -20,12 +20,14 @@ class TeacherFacts:
         columns: what its forward takes; None: everything.
         vocab_size: of its config, None where there is none.
         class_name: of the model.
+        shifts_labels: whether it needs the labels, to make the ids of its decoder of them.
     """
 
     values: Mapping[Tap, Tensor]
     columns: tuple[str, ...] | None
     vocab_size: int | None
     class_name: str
+    shifts_labels: bool
 
 
 def facts_of(teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapping[str, Any]) -> TeacherFacts:
@@ -52,4 +54,5 @@ def facts_of(teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapp
         columns=None if view.takes_everything else tuple(view.names),
         vocab_size=size if isinstance(size, int) else None,
         class_name=type(base_of(teacher)).__name__,
+        shifts_labels=view.shifts_labels,
     )

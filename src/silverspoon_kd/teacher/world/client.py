@@ -77,9 +77,11 @@ class WorldExecutor(TeacherExecutor):
 
     def start(self, batch: Mapping[str, Any]) -> TeacherRun:
         inputs = self._prepare(dict(batch)) if self._prepare else batch
-        columns = self._facts.columns
+        columns, needed = self._facts.columns, ("labels",) if self._facts.shifts_labels else ()
         inputs = {
-            key: value for key, value in inputs.items() if key not in LABEL_KEYS and (columns is None or key in columns)
+            key: value
+            for key, value in inputs.items()
+            if (key not in LABEL_KEYS or key in needed) and (columns is None or key in columns)
         }
         check_ids(inputs, self._facts.vocab_size)
         self._number += 1

@@ -74,7 +74,7 @@ class Server:
             facts["values"] = [
                 [dtype_name(found.values[tap].dtype), list(found.values[tap].shape)] for tap in self._taps
             ]
-            facts.update(columns=found.columns, vocab_size=found.vocab_size)
+            facts.update(columns=found.columns, vocab_size=found.vocab_size, shifts_labels=found.shifts_labels)
             facts["class"] = found.class_name
 
         return describe

@@ -1,0 +1,124 @@
+"""A teacher in processes of its own, with this process as the student."""
+
+import multiprocessing
+from collections import UserDict
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from silverspoon_kd import ResponseBasedDistiller
+from silverspoon_kd.distributed import TeacherPlacement, setup_split_gpu
+from support.architectures import ARCHITECTURES
+from support.distil import make, training_logs
+from support.tiny import arguments, distance, llama, weights
+
+pytestmark = pytest.mark.multiprocess
+
+OPTIONS = {"learning_rate": 1.0, "report_to": "none"}
+
+
+@pytest.fixture
+def placement(monkeypatch):
+    """One CPU slot of the teacher's own."""
+    monkeypatch.setenv("SILVERSPOON_CPU_SLOTS", "4")
+    wish = TeacherPlacement([3], device_type="cpu")
+    setup_split_gpu(wish)
+    return wish
+
+
+def finish(distiller):
+    """Train, close, and return losses and weights."""
+    distiller.train()
+    distiller._executor.close()
+    return [entry["loss"] for entry in training_logs(distiller)], weights(distiller.root)
+
+
+def check_equal(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert distance(found[1], expected[1]) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_j_07_loader_workers(method, placement, tmp_path):
+    before = multiprocessing.get_start_method(allow_none=True)
+    expected = finish(make("holistic", tmp_path, **OPTIONS))
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        found = finish(make("holistic", tmp_path, teacher_placement=placement, dataloader_num_workers=2, **OPTIONS))
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    check_equal(found, expected)
+    assert not [each for each in psutil.Process().children() if "silverspoon_kd" in " ".join(each.cmdline())]
+
+
+class Nested(nn.Module):
+    """A model that takes tensors in containers, and things that are none."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, parts, pair, nothing, name):
+        assert nothing is None and set(name) == {"a text"} and len(pair) == 2
+        return {"logits": self.linear(parts["x"] + parts["inner"]["y"] + pair[0] - pair[1])}
+
+
+def nested_batch(rows):
+    """A batch of two rows with every kind of container."""
+    x = torch.stack([row["x"] for row in rows])
+    return {
+        "parts": UserDict({"x": x, "inner": {"y": 2 * x}}),
+        "pair": [x + 1, x * x],
+        "nothing": None,
+        "name": ["a text"] * len(rows),
+    }
+
+
+@pytest.mark.parametrize("own_process", [False, True], ids=["beside", "own-process"])
+def test_j_09_nested_batches(own_process, placement, tmp_path):
+    rows = [{"x": torch.randn(4)} for _ in range(8)]
+    args = arguments(
+        tmp_path,
+        per_device_train_batch_size=2,
+        max_steps=2,
+        learning_rate=0.0,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+        report_to="none",
+        teacher_placement=placement if own_process else None,
+    )
+    teacher, student = Nested(0), Nested(1)
+    with torch.no_grad():
+        batches = [nested_batch(rows[:2]), nested_batch(rows[2:4])]
+        p = [teacher(**batch)["logits"].log_softmax(-1) for batch in batches]
+        q = [student(**batch)["logits"].log_softmax(-1) for batch in batches]
+        expected = [float((one.exp() * (one - other)).sum(-1).mean()) for one, other in zip(p, q, strict=True)]
+    distiller = ResponseBasedDistiller(student, teacher, args=args, train_dataset=rows, data_collator=nested_batch)
+    assert finish(distiller)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t5"])
+def test_a_decoder_that_is_fed_with_the_labels(name, placement, tmp_path):
+    architecture = ARCHITECTURES[name]
+    found = []
+    for wish in (None, placement):
+        teacher, student = architecture.pair()
+        given = {"train_dataset": architecture.rows()}
+        distiller = make(
+            "response", tmp_path, teacher=teacher, student=student, given=given, teacher_placement=wish, **OPTIONS
+        )
+        found.append(finish(distiller))
+    check_equal(*found)
+
+
+def test_e_18_heads_that_do_not_divide_start_no_process(monkeypatch, tmp_path):
+    monkeypatch.setenv("SILVERSPOON_CPU_SLOTS", "4")
+    wish = TeacherPlacement([2, 3], "tp", device_type="cpu")
+    setup_split_gpu(wish)
+    monkeypatch.setattr("silverspoon_kd.teacher.dedicated.World", None)
+    teacher = llama(num_attention_heads=3, num_key_value_heads=3, hidden=24)
+    with pytest.raises(ValueError, match="num_attention_heads=3 of LlamaForCausalLM does not divide by it"):
+        make("response", tmp_path, teacher=teacher, teacher_placement=wish)
