@@ -1,11 +1,11 @@
 """Which modules of a frozen teacher are gathered as units."""
 
 import pytest
-from support.tiny import llama, qwen3
 from torch import nn
 
 from silverspoon_kd.errors import PlacementError
 from silverspoon_kd.teacher.sharding import shard_frozen, wrap_units
+from support.tiny import llama, qwen3
 
 
 class Block(nn.Module):
