@@ -5,13 +5,14 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from silverspoon_kd import ResponseBasedDistiller
 from silverspoon_kd.capture import Tap
@@ -24,6 +25,20 @@ from support.more_models import gpt2
 from support.tiny import Rows, arguments, collate, qwen3
 
 IDS = torch.arange(1, 25).view(2, 12)
+
+
+class OwnPlan(nn.Module):
+    """A model with a plan of torch's own styles."""
+
+    _tp_plan: ClassVar = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
 
 
 class Stack(nn.Module):
@@ -93,7 +108,13 @@ def tensor_parallel() -> dict[str, Any]:
     place_tensor(model, spec, distributed.get_rank())
     with torch.no_grad():
         difference = float((model(IDS).logits - plain(IDS).logits).abs().max())
-    return {"difference": difference, "share": share(model.model.layers[0].mlp)}
+    named = {"difference": difference, "share": share(model.model.layers[0].mlp)}
+    x, own = torch.arange(16.0).view(2, 8) / 16, OwnPlan()
+    with torch.no_grad():
+        expected = own(x)
+        place_tensor(own, spec, distributed.get_rank())
+        difference = float((own(x) - expected).abs().max())
+    return {"named": named, "torch": {"difference": difference, "share": share(own)}}
 
 
 def features(distiller: Any, taps: list[Tap]) -> list[Tensor]:

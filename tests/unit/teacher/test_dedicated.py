@@ -10,6 +10,7 @@ from torch import nn
 
 from silverspoon_kd import ResponseBasedDistiller
 from silverspoon_kd.distributed import TeacherPlacement, setup_split_gpu
+from silverspoon_kd.errors import PlacementError
 from support.architectures import ARCHITECTURES
 from support.distil import make, training_logs
 from support.tiny import arguments, distance, llama, weights
@@ -114,11 +115,22 @@ def test_a_decoder_that_is_fed_with_the_labels(name, placement, tmp_path):
     check_equal(*found)
 
 
-def test_e_18_heads_that_do_not_divide_start_no_process(monkeypatch, tmp_path):
+@pytest.fixture
+def two_slots(monkeypatch):
+    """Tensor parallel over two CPU slots."""
     monkeypatch.setenv("SILVERSPOON_CPU_SLOTS", "4")
     wish = TeacherPlacement([2, 3], "tp", device_type="cpu")
     setup_split_gpu(wish)
+    return wish
+
+
+def test_e_18_heads_that_do_not_divide_start_no_process(two_slots, monkeypatch, tmp_path):
     monkeypatch.setattr("silverspoon_kd.teacher.dedicated.World", None)
     teacher = llama(num_attention_heads=3, num_key_value_heads=3, hidden=24)
     with pytest.raises(ValueError, match="num_attention_heads=3 of LlamaForCausalLM does not divide by it"):
-        make("response", tmp_path, teacher=teacher, teacher_placement=wish)
+        make("response", tmp_path, teacher=teacher, teacher_placement=two_slots)
+
+
+def test_activations_that_tensor_parallel_processes_have_a_part_of_are_refused(two_slots, tmp_path):
+    with pytest.raises(PlacementError, match=r"splits the output of 'model\.layers\.1\.mlp\.up_proj'.* of \[.*, 64\]"):
+        make("holistic", tmp_path, modules=r"model\.layers\.1\.mlp\.up_proj", teacher_placement=two_slots)

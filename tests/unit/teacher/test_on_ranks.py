@@ -47,8 +47,9 @@ def test_e_05_tied_weights_as_large_as_a_unit(name, report):
     assert 0.4 < found["share"] < 0.6
 
 
-def test_e_18_a_tensor_parallel_teacher_is_really_split(report):
-    found = report["tensor_parallel"]
+@pytest.mark.parametrize("styles", ["named", "torch"])
+def test_e_18_a_tensor_parallel_teacher_is_really_split(styles, report):
+    found = report["tensor_parallel"][styles]
     assert found["difference"] < 1e-5
     assert found["share"] == 0.5
 

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
 from silverspoon_kd.capture.probe import example_inputs
-from silverspoon_kd.errors import DataError
+from silverspoon_kd.errors import DataError, PlacementError
 from silverspoon_kd.teacher.facts import facts_of
 from silverspoon_kd.teacher.sharding import free_gathered
 from silverspoon_kd.teacher.world.codec import decode
@@ -43,6 +43,7 @@ class Server:
             world = PrefixStore("silverspoon_kd/world", store)
             timeout = timedelta(seconds=spec.timeout)
             dist.init_process_group(backend, store=world, rank=rank, world_size=self._size, timeout=timeout)
+            self._requests = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._trace = Trace()
         self._taps = list(spec.taps)
 
@@ -51,6 +52,8 @@ class Server:
         facts: dict[str, Any] = {}
         self._teacher = build_teacher(self._spec, self._rank, self._describe(facts))
         self._view = InputView(self._teacher, "teacher")
+        if self._spec.strategy == "tp" and self._size > 1:
+            self._check_whole()
         if self._rank == 0:
             self._store.set("hello", json.dumps(facts))
         students = self._spec.num_students
@@ -71,6 +74,7 @@ class Server:
                     "train_dataset or an eval_dataset."
                 )
             found = facts_of(teacher, self._taps, self._trace, inputs)
+            self._example, self._whole = inputs, {tap: value.shape for tap, value in found.values.items()}
             facts["values"] = [
                 [dtype_name(found.values[tap].dtype), list(found.values[tap].shape)] for tap in self._taps
             ]
@@ -78,6 +82,24 @@ class Server:
             facts["class"] = found.class_name
 
         return describe
+
+    def _check_whole(self) -> None:
+        """Refuse activations of which a tensor-parallel process has only a part.
+
+        Raises:
+            PlacementError: there is one.
+        """
+        device = next(self._teacher.parameters()).device
+        capture = Capture(self._teacher, self._taps, Trace())
+        inputs = map_tensors(lambda tensor: tensor.to(device), self._example)
+        with torch.no_grad():
+            capture.run(lambda: self._teacher(**self._view(inputs)), may_stop=False)
+        for tap, value in capture.values.items():
+            if value.shape != self._whole[tap]:
+                raise PlacementError(
+                    f"strategy='tp' splits the {tap.side} of {tap.module!r}: a process has {list(value.shape)} of "
+                    f"{list(self._whole[tap])}. Align a module around it, or use strategy='pp' or 'sharded'."
+                )
 
     def _next(self) -> Message:
         """Return the next request; with several processes the first receives it and hands it on."""
@@ -87,7 +109,7 @@ class Server:
         if self._rank == 0:
             message = self._link.receive()
             box = [(message.content, message.tensors, message.source)]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self._requests)
         return Message(*box[0])
 
     def _serve(self, message: Message) -> None:

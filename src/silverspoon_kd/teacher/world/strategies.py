@@ -1,11 +1,12 @@
 """How the teacher is spread over the devices of its world."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from silverspoon_kd.capture import base_of
 from silverspoon_kd.errors import PlacementError, TeacherError
@@ -39,23 +40,34 @@ def place_pipeline(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
 
 def place_tensor(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
     """Split weights over one process a device, by the model's own tensor-parallel plan."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
     check_tensor_plan(teacher, len(spec.devices))
     teacher = teacher.to(_device(spec, rank))
     if len(spec.devices) == 1:
         return teacher
     base: Any = base_of(teacher)
     mesh = init_device_mesh(spec.device_type, (len(spec.devices),))
+    if _has_torch_styles(base):
+        parallelize_module(base, mesh, base._tp_plan)
+    else:
+        _apply_named_styles(base, mesh)
+    return teacher
+
+
+def _apply_named_styles(base: Any, mesh: DeviceMesh) -> None:
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
     plan = dict(base._expand_parallel_plan(base.tp_plan))
     tied = _tied_head(base)
     if tied:
-        plan.pop("lm_head", None)
         plan = {name: style for name, style in plan.items() if not name.startswith("lm_head")}
     apply_tensor_parallelism(base, mesh, plan)
     if tied:
         base.lm_head.weight = base.get_input_embeddings().weight
-    return teacher
+
+
+def _has_torch_styles(model: Any) -> bool:
+    styles = getattr(model, "_tp_plan", None)
+    return isinstance(styles, Mapping) and bool(styles) and all(isinstance(s, ParallelStyle) for s in styles.values())
 
 
 def check_source(source: nn.Module | str | Callable[[], nn.Module], strategy: str, num_devices: int) -> None:
@@ -88,6 +100,11 @@ def _check_tensor_plan(model: Any, config: Any, num_devices: int) -> None:
     if not getattr(model, "_tp_plan", None) and not getattr(config, "base_model_tp_plan", None):
         raise PlacementError(
             f"strategy='tp' needs a tensor-parallel plan, but {name} has no _tp_plan. Use strategy='pp' or 'sharded'."
+        )
+    if config is None and not _has_torch_styles(model):
+        raise PlacementError(
+            f"strategy='tp': the styles in _tp_plan of {name} must be those of torch.distributed.tensor.parallel, as "
+            "names of styles are known for transformers models only."
         )
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, field, None)
