@@ -72,6 +72,11 @@ def test_a_teacher_that_hangs_is_reported_in_time(tmp_path):
     assert re.match("TeacherError: The teacher did not answer within 30 s.*teacher_timeout", run.errors()[0])
 
 
+def test_a_student_may_be_busy_for_longer_than_the_teacher_may(tmp_path):
+    with training(tmp_path, strategy="sharded", devices=2, timeout=25.0, pause=28.0) as run:
+        assert run.ends(STARTED + 28) == 0, run.output()
+
+
 def test_trainings_at_the_same_time_end_by_themselves_and_leave_nothing(tmp_path):
     """Two of the script's own teachers, one as a module and one as a callable."""
     with (

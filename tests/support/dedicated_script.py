@@ -22,6 +22,7 @@ OPTIONS = {
     "steps": 4,
     "timeout": 100.0,
     "workers": 0,
+    "pause": 0.0,  # seconds after the second step
     **json.loads(sys.argv[2]),
 }
 RANK = os.environ.get("RANK", "0")
@@ -32,7 +33,7 @@ setup_split_gpu(placement)
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch import Tensor, distributed  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback  # noqa: E402
 
 from silverspoon_kd import ResponseBasedDistiller, TrainingArguments  # noqa: E402
 from support.tiny import Rows, collate  # noqa: E402
@@ -58,6 +59,14 @@ class OwnTeacher(Qwen3ForCausalLM):
         if self.forwards == 3 and last and self.trouble == "raise":
             raise LookupError("the teacher does not know this word")
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+
+
+class Pause(TrainerCallback):
+    """Be busy with something else, such as saving."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            time.sleep(OPTIONS["pause"])
 
 
 def tiny(seed, hidden, make):
@@ -101,7 +110,12 @@ args = TrainingArguments(
 )
 try:
     distiller = ResponseBasedDistiller(
-        tiny(1, 16, Qwen3ForCausalLM), source, args=args, train_dataset=Rows(), data_collator=collate
+        tiny(1, 16, Qwen3ForCausalLM),
+        source,
+        args=args,
+        train_dataset=Rows(),
+        data_collator=collate,
+        callbacks=[Pause()],
     )
     distiller.train()
 except Exception as error:
