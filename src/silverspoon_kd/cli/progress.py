@@ -33,6 +33,8 @@ class Display:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeLeftColumn(),
+            # Seconds; the time left needs two steps within this window, and a step may take minutes.
+            speed_estimate_period=1800,
             console=self.console,
             disable=not self._visible or not self.console.is_terminal,
         )

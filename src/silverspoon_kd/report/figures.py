@@ -2,27 +2,28 @@
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from silverspoon_kd.errors import MissingDependencyError
 from silverspoon_kd.report.history import Series
 
 _WIDTH, _HEIGHT = 8.6, 3.6  # inches
+_APART = ["#d1495b", "#1f5f8b", "#3a9d6e", "#b07d1a", "#6b4c9a"]
 
 
 def curves(series: Mapping[str, Series], ylabel: str) -> str:
     """Return a figure with a line for each series, as an ``<svg>`` element.
 
-    The vertical axis is logarithmic where the positive values span more than a factor of 20. Many lines get the colours
-    of a scale, in their order, since they are usually layers.
+    The vertical axis is logarithmic where the positive values span more than a factor of 20. Many layers
+    get the colours of a scale, in their order.
     """
     matplotlib = _matplotlib()
     # Text stays text: the page's fonts, a small file, and words that can be searched.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": ylabel, "font.size": 9}):
         figure = matplotlib.figure.Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.add_subplot()
-        for (name, one), colour in zip(series.items(), _colours(matplotlib, len(series)), strict=True):
+        for (name, one), colour in zip(series.items(), _colours(matplotlib, list(series)), strict=True):
             marker = "o" if len(one.steps) == 1 else None
             axes.plot(one.steps, one.values, label=_plain(name), color=colour, linewidth=1.5, marker=marker)
         if _spans(series, 20):
@@ -52,11 +53,15 @@ def _matplotlib() -> Any:
     return matplotlib
 
 
-def _colours(matplotlib: Any, number: int) -> list[Any]:
-    if number <= 5:
-        return ["#1f5f8b", "#d1495b", "#3a9d6e", "#b07d1a", "#6b4c9a"][:number]
+def _colours(matplotlib: Any, names: Sequence[str]) -> list[Any]:
+    """Return a colour a name: a scale for names with a number in them, which are layers in order, others apart."""
+    apart = iter(_APART * len(names))
+    numbered = [name for name in names if any(letter.isdigit() for letter in name)]
+    if len(names) <= len(_APART):
+        return [next(apart) for _ in names]
     scale = matplotlib.colormaps["viridis"]
-    return [scale(0.92 * position / (number - 1)) for position in range(number)]
+    shades = iter(scale(0.92 * position / max(len(numbered) - 1, 1)) for position in range(len(numbered)))
+    return [next(shades) if name in numbered else next(apart) for name in names]
 
 
 def _spans(series: Mapping[str, Series], factor: float) -> bool:
