@@ -152,7 +152,9 @@ def test_a_conversion_is_kept_and_follows_the_content(tmp_path, cache):
 def test_two_conversions_at_once_give_one_folder(tmp_path, cache):
     # Processes, as two trainings are: loading in two threads at once would leave transformers' tying of weights off.
     gguf_file(tmp_path / "a.gguf")
-    code = "import sys, pathlib; from silverspoon_kd.cli.models import converted as c; print(c(pathlib.Path(sys.argv[1])))"
+    code = (
+        "import pathlib, sys; from silverspoon_kd.cli import models as m; print(m.converted(pathlib.Path(sys.argv[1])))"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "a.gguf")]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     folders = {Path(process.communicate(timeout=100)[0].splitlines()[-1]) for process in both}
