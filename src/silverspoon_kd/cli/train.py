@@ -248,7 +248,7 @@ def results_table(results: Results) -> Table:
     table.add_column("perplexity", justify="right")
     for name, value in results.perplexity.items():
         size = results.parameters["teacher" if name == "teacher" else "student"]
-        table.add_row(ROW_TITLES.get(name, name), f"{size / 1e6:.1f} M", f"{value:,.1f}")
+        table.add_row(ROW_TITLES.get(name, name), f"{size / 1e6:.1f} M", _number(value))
     return table
 
 
@@ -269,6 +269,10 @@ def _alignments(config: RunConfig, teacher: nn.Module, student: nn.Module) -> Se
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value < 1e9 else f"{value:.2e}"
 
 
 def _num_parameters(model: nn.Module) -> int:

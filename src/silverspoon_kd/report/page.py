@@ -174,7 +174,7 @@ def _kept(cells: Sequence[str], keep: Sequence[bool]) -> list[str]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.1f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _ratio(value: float, base: float | None) -> str:

@@ -91,6 +91,12 @@ def test_the_page_shows_the_perplexities_and_their_ratios(run):
         assert text in page
 
 
+def test_huge_perplexities_fit_into_the_table(run):
+    perplexity = {**RESULTS["perplexity"], "student before": 2.188e22}
+    (run / "results.json").write_text(json.dumps({**RESULTS, "perplexity": perplexity}))
+    assert "<td>2.188e+22</td>" in write_report(run).read_text("utf-8")
+
+
 def test_the_figures_have_every_curve_with_every_point(run):
     found = figures(write_report(run).read_text("utf-8"))
     assert line_lengths(found["Training loss, total"]) == [4]
