@@ -1,9 +1,11 @@
 """How a module reaches other processes of its node without a second copy of its weights."""
 
+import ctypes
 import io
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -59,6 +61,7 @@ def share_weights(module: nn.Module) -> SharedWeights:
         views.append(view.copy_(tensor.detach()))
     for tensor, view in zip(tensors, views, strict=True):
         tensor.data = view
+    _return_freed_memory()
     return shared
 
 
@@ -67,6 +70,7 @@ def adopt_weights(module: nn.Module, path: str, nbytes: int, places: Sequence[in
     base = map_file(path, nbytes)
     for tensor, place in zip(_cpu_tensors(module), places, strict=True):
         tensor.data = _view(base, place, tensor)
+    _return_freed_memory()
 
 
 def places_in(shared: SharedWeights, module: nn.Module) -> list[int]:
@@ -107,6 +111,12 @@ class _Pickler(cloudpickle.Pickler):
                 layout = (obj.dtype, tuple(obj.shape), obj.stride())
                 return _rebuild, (place, *layout, isinstance(obj, nn.Parameter))
         return super().reducer_override(obj)
+
+
+def _return_freed_memory() -> None:
+    """Ask the C library to give what was freed back to the system; glibc may keep hundreds of megabytes otherwise."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _rebuild(place: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], parameter: bool) -> Tensor:
