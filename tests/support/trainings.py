@@ -87,8 +87,13 @@ class Training:
         return self.log.read_text()[-6000:]
 
     def errors(self) -> list[str]:
-        """Return the error of each rank and what caused it."""
-        return [path.read_text() for path in sorted(self.folder.glob("error-*"))]
+        """Return the error of each rank and what caused it.
+
+        A rank that is in a collective of the students, and not waiting for the teacher, may see only that another rank
+        has left with the teacher's error. It is left out as long as another one told the reason.
+        """
+        told = [path.read_text() for path in sorted(self.folder.glob("error-*"))]
+        return [text for text in told if "gloo" not in text.splitlines()[0]] or told
 
     def losses(self) -> list[list[float]]:
         """Return the losses of each rank that came to its end."""
