@@ -1,5 +1,6 @@
 """Which columns of a data set are used, and one row of it."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from silverspoon_kd.capture import InputView, base_of
 from silverspoon_kd.errors import DataError
 from silverspoon_kd.student import require_labels
 from silverspoon_kd.training.collate import DictCollator
+
+logger = logging.getLogger(__name__)
 
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -78,7 +81,9 @@ def example_batch(
         return wrapped([row])
     except DataError:
         raise
-    except Exception:
+    except Exception as error:
+        # A collator is the user's code and may fail in any way; the first real batch then fails as itself.
+        logger.debug("The first row does not collate: %s", error)
         return None
 
 
