@@ -45,10 +45,9 @@ check: $(INSTALLED) ## Format, lint, types, layers and the contract tests
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/contract $(PYTEST_ARGS)
 
-# Tests that start ranks have limits in seconds, which a busy machine can miss: what failed there is run once more.
 test: $(INSTALLED) ## The whole test suite
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
-	$(PYTEST) -m multiprocess $(PYTEST_ARGS) $(OR_NONE) || $(PYTEST) -m multiprocess --last-failed $(PYTEST_ARGS)
+	$(PYTEST) -m multiprocess $(PYTEST_ARGS) $(OR_NONE)
 
 test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)

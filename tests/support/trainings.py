@@ -87,13 +87,22 @@ class Training:
         return self.log.read_text()[-6000:]
 
     def errors(self) -> list[str]:
-        """Return the error of each rank and what caused it.
+        """Return the error of each rank that raised one, and what caused it."""
+        return [path.read_text() for path in sorted(self.folder.glob("error-*"))]
 
-        A rank that is in a collective of the students, and not waiting for the teacher, may see only that another rank
-        has left with the teacher's error. It is left out as long as another one told the reason.
+    def told(self, rank: int, pattern: str) -> None:
+        """Check that a rank raised an error that matches, or at least logged it before it was stopped.
+
+        A rank that waits for another rank, and not for the teacher, can raise only when the other one has left, and
+        torchrun then stops it at the same moment.
         """
-        told = [path.read_text() for path in sorted(self.folder.glob("error-*"))]
-        return [text for text in told if "gloo" not in text.splitlines()[0]] or told
+        raised = self.folder / f"error-{rank}"
+        if raised.exists():
+            assert re.match(pattern, raised.read_text()), raised.read_text()
+        else:
+            text = pattern.split(r"\n")[0].split(": ", 1)[1]
+            line = f"The teacher has failed and rank {rank} of its students stops. {text}"
+            assert re.search(line, self.output()), self.output()
 
     def losses(self) -> list[list[float]]:
         """Return the losses of each rank that came to its end."""

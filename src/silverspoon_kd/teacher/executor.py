@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -29,6 +29,10 @@ class TeacherExecutor(abc.ABC):
     @abc.abstractmethod
     def start(self, batch: Mapping[str, Any]) -> TeacherRun:
         """Start the forward of a batch and return at once where the placement allows it."""
+
+    def leave(self, error: Exception) -> NoReturn:
+        """Raise the error that ended a training, or the teacher's own if that is behind it."""
+        raise error
 
     @abc.abstractmethod
     def close(self) -> None:

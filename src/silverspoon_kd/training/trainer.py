@@ -263,6 +263,8 @@ class DistillationTrainer(transformers.Trainer):
         with only_trainable(self.root, self._trainable), flags_kept_on_error(self.root):
             try:
                 return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
+            except Exception as error:
+                self._executor.leave(error)
             finally:
                 self.is_in_train = False
                 self.root.release()
@@ -296,7 +298,10 @@ class DistillationTrainer(transformers.Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate, and report each term beside the total."""
         self._eval_values = RunningMeans()
-        output = super().evaluation_loop(*args, **kwargs)
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        except Exception as error:
+            self._executor.leave(error)
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update(evaluation_logs(self._eval_values.drain(self.accelerator.gather), prefix))
         return output

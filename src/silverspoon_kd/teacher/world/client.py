@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -109,6 +109,9 @@ class WorldExecutor(TeacherExecutor):
     def forget(self, number: int) -> None:
         """Drop what still arrives for a run."""
         self._runs.pop(number, None)
+
+    def leave(self, error: Exception) -> NoReturn:
+        self._world.leave(error)
 
     def close(self) -> None:
         self._end()

@@ -18,6 +18,7 @@ from silverspoon_kd.errors import TeacherError
 from silverspoon_kd.teacher.world.link import Link, interruptible
 from silverspoon_kd.teacher.world.reports import Report, ended_report, error_of
 from silverspoon_kd.teacher.world.spec import WorldSpec
+from silverspoon_kd.teacher.world.watch import Board, FailureWatch
 from silverspoon_kd.teacher.world.weights import SharedWeights, dump
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,13 @@ class World:
         self._timeout = timedelta(seconds=spec.timeout)
         self._processes: list[subprocess.Popen] = []
         self._closed = self._ending = False
+        self._raised: tuple[Exception | None, Report | None] = None, None
         self.lead = spec.num_students
-        self.store = TCPStore(
-            "127.0.0.1", port or 0, is_master=local_rank == 0, wait_for_workers=False, timeout=self._timeout
-        )
+        self.store = self._client(port or 0, is_master=local_rank == 0)
+        self._board = Board(self.store, spec.num_processes, spec.num_students)
+        # A client serves one thread at a time.
+        own = Board(self._client(self.port), spec.num_processes, spec.num_students)
+        self._failure = FailureWatch(own, local_rank, _GRACE)
         if local_rank == 0:
             self._start(shared)
 
@@ -74,7 +78,7 @@ class World:
         """
         deadline = time.monotonic() + self._spec.timeout
         while not self.store.check(["hello"]):
-            if self._reports():
+            if self._board.read():
                 self.fail()
             if time.monotonic() > deadline:
                 raise TeacherError(
@@ -122,23 +126,45 @@ class World:
             Exception: the teacher's own.
         """
         # The reason may be on its way: others learn of the end of a process before it is reported.
-        deadline = time.monotonic() + _GRACE
-        found = [told] if told else []
-        while time.monotonic() < deadline and not any(not report["doubtful"] for report in found):
-            found = [*([told] if told else []), *self._reports()]
-            time.sleep(0.02)
-        if found:
-            raise error_of(min(found, key=lambda report: report["doubtful"]))
-        raise TeacherError(
-            f"The teacher did not answer within {self._spec.timeout:.0f} s, or its wire broke ({cause}). Raise "
-            "teacher_timeout if a forward takes longer."
-        ) from cause
+        report = told if told and not told["doubtful"] else self._failure.reason(2 * _GRACE) or told
+        if report is None:
+            raise TeacherError(
+                f"The teacher did not answer within {self._spec.timeout:.0f} s, or its wire broke ({cause}). Raise "
+                "teacher_timeout if a forward takes longer."
+            ) from cause
+        self._raised = error_of(report), report
+        raise self._raised[0]
+
+    def leave(self, error: Exception) -> NoReturn:
+        """End this student's part with the teacher's error if that is behind its own, when all students know of it.
+
+        A rank that leaves breaks the collectives in which others wait for it, and a launcher stops them at once.
+
+        Args:
+            error: that ended the training here.
+
+        Raises:
+            Exception: the teacher's own, or ``error``.
+        """
+        teachers, report = self._raised
+        try:
+            if error is not teachers:
+                report = self._failure.reason(1.0) if isinstance(error, RuntimeError) else None
+            elif report is not None and self._spec.num_students > 1 and not self._board.read():
+                self._board.post("failed/student", report)
+            if report is not None and self._spec.num_students > 1:
+                self._failure.reason(_GRACE)
+                self._board.wait_until_all_know(_GRACE)
+        except RuntimeError:
+            logger.debug("The store of the teacher world is gone: the node's first student rank has ended.")
+        raise error if report is None or error is teachers else error_of(report)
 
     def close(self) -> None:
         """End the world: the processes leave when their pipe is closed. Called again it does nothing."""
         if self._closed:
             return
         self._closed = self._ending = True
+        self._failure.stop()
         try:
             done = self.store.add("students_done", 1)
             deadline = time.monotonic() + 5
@@ -157,6 +183,9 @@ class World:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _client(self, port: int, *, is_master: bool = False) -> TCPStore:
+        return TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=self._timeout)
 
     def _start(self, shared: SharedWeights | None) -> None:
         payload = dump(self._spec, shared)
@@ -197,19 +226,7 @@ class World:
         if self._ending:
             return
         self._ending = True
-        self.store.set(f"ended/{rank}", json.dumps(ended_report(rank, process.pid, code)))
+        self._board.post(f"ended/{rank}", ended_report(rank, process.pid, code))
         # The others may be in a collective that never ends, and the students wait for them.
         for other in self._processes:
             other.kill()
-
-    def _reports(self) -> list[Report]:
-        """Return what the processes said before they ended, and for those that said nothing how they ended."""
-        found = []
-        try:
-            for rank in range(self._spec.num_processes):
-                key = next((key for key in (f"failed/{rank}", f"ended/{rank}") if self.store.check([key])), None)
-                if key is not None:
-                    found.append(json.loads(self.store.get(key)))
-        except RuntimeError:
-            logger.debug("The store of the teacher world is gone: the node's first student rank has ended.")
-        return found

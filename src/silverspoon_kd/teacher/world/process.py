@@ -45,10 +45,11 @@ def _run(start: dict[str, Any], payload: bytes) -> None:
         Server(spec, rank, store).run()
     except BaseException as error:
         from silverspoon_kd.teacher.world.reports import ReportedError, report_of
+        from silverspoon_kd.teacher.world.watch import Board
 
         known = isinstance(error, ReportedError)
         report = error.report if known else report_of(error, "", alone=start["alone"])  # type: ignore[attr-defined]
-        store.set(f"failed/{rank}", json.dumps(report))
+        Board(store, 1, 1).post(f"failed/{rank}", report)
         # Other threads may be inside a collective that never ends.
         os._exit(1)
 
