@@ -31,6 +31,7 @@ def start_world(
     example: Mapping[str, Any] | None,
     autocast: torch.dtype | None,
     timeout: float,
+    load_timeout: float,
 ) -> World:
     """Start this node's teacher world, or join it.
 
@@ -44,7 +45,8 @@ def start_world(
         taps: the activations that will be taken.
         example: a tiny batch, for teachers whose config does not say what they take in.
         autocast: dtype of mixed precision.
-        timeout: longest wait for the teacher, in seconds.
+        timeout: longest wait for an activation, in seconds.
+        load_timeout: longest wait for the teacher to be loaded, in seconds.
 
     Raises:
         PlacementError: the teacher cannot be divided so.
@@ -66,6 +68,7 @@ def start_world(
         num_students=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         example=None if example is None else dict(example),
         timeout=timeout,
+        load_timeout=load_timeout,
         search_path=tuple(sys.path),
     )
     if starts:
@@ -87,7 +90,6 @@ class DedicatedTeacher(PreparedTeacher):
         world: started or joined.
         taps: the activations that will be taken.
         prepare: maps the batch to the teacher's; None: the batch itself.
-        timeout: longest wait for an activation, in seconds.
 
     Raises:
         TeacherError: the teacher cannot be loaded or spread.
@@ -99,9 +101,8 @@ class DedicatedTeacher(PreparedTeacher):
         taps: Sequence[Tap],
         *,
         prepare: Callable[[Any], Mapping[str, Any]] | None,
-        timeout: float,
     ) -> None:
-        self._world, self._taps, self._prepare, self._timeout = world, taps, prepare, timeout
+        self._world, self._taps, self._prepare = world, taps, prepare
         try:
             self.facts = _facts(world, taps)
         except BaseException:
@@ -109,7 +110,7 @@ class DedicatedTeacher(PreparedTeacher):
             raise
 
     def place(self) -> TeacherExecutor:
-        return WorldExecutor(self._world, self._taps, prepare=self._prepare, facts=self.facts, timeout=self._timeout)
+        return WorldExecutor(self._world, self._taps, prepare=self._prepare, facts=self.facts)
 
     def abandon(self) -> None:
         self._world.close()

@@ -19,7 +19,8 @@ class TrainingArguments(transformers.TrainingArguments):
         overlap_teacher_forward: run teacher and student forwards at the same time; None: when the teacher's devices
             differ from the student's.
         teacher_lookahead: how many further steps the teacher may run ahead when overlap is on.
-        teacher_timeout: seconds to wait for a dedicated teacher before the run fails.
+        teacher_timeout: seconds to wait for an answer of a dedicated teacher before the run fails.
+        teacher_load_timeout: seconds to wait until a dedicated teacher is loaded.
         alpha: share of the student's own task loss, 0..1: ``(1 - alpha) * distillation + alpha * task``.
         magnitude_aware_weighting: divide each term by its detached magnitude before its weight.
         backward_per_block: blockwise only: keep the activations of one block at a time (activation checkpointing).
@@ -41,7 +42,10 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     teacher_lookahead: int = field(default=1, metadata={"help": "Further steps the teacher may run ahead."})
     teacher_timeout: float = field(
-        default=1800.0, metadata={"help": "Seconds to wait for a dedicated teacher before the run fails."}
+        default=1800.0, metadata={"help": "Seconds to wait for an answer of a dedicated teacher."}
+    )
+    teacher_load_timeout: float = field(
+        default=3600.0, metadata={"help": "Seconds to wait until a dedicated teacher is loaded."}
     )
     alpha: float = field(default=0.0, metadata={"help": "Share of the student's own task loss, 0..1."})
     magnitude_aware_weighting: bool = field(
@@ -74,8 +78,9 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         if self.teacher_lookahead < 0:
             raise ConfigurationError(f"teacher_lookahead={self.teacher_lookahead} is negative. Give 0 or more steps.")
-        if self.teacher_timeout <= 0:
-            raise ConfigurationError(f"teacher_timeout={self.teacher_timeout} is not positive. Give seconds.")
+        for name in ("teacher_timeout", "teacher_load_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} is not positive. Give seconds.")
         if self.e2e_eval_loss not in (None, "forward"):
             raise ConfigurationError(f"e2e_eval_loss={self.e2e_eval_loss!r} is unknown. Use None or 'forward'.")
         super().__post_init__()

@@ -190,5 +190,6 @@ def _dedicated(request: Request, example: Mapping[str, Any] | None) -> PreparedT
         example=example,
         autocast=autocast_dtype(args),
         timeout=args.teacher_timeout,
+        load_timeout=args.teacher_load_timeout,
     )
-    return DedicatedTeacher(world, taps, prepare=request.prepare_teacher, timeout=args.teacher_timeout)
+    return DedicatedTeacher(world, taps, prepare=request.prepare_teacher)

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -55,7 +54,6 @@ class WorldExecutor(TeacherExecutor):
         taps: the activations that will be taken, as the world knows them.
         prepare: maps the batch to the teacher's; None: the batch itself.
         facts: what the world said of the teacher.
-        timeout: longest wait for an activation, in seconds.
     """
 
     def __init__(
@@ -65,11 +63,10 @@ class WorldExecutor(TeacherExecutor):
         *,
         prepare: Callable[[Any], Mapping[str, Any]] | None,
         facts: TeacherFacts,
-        timeout: float,
     ) -> None:
         self.index = {tap: index for index, tap in enumerate(taps)}
         self._world, self._prepare, self._facts = world, prepare, facts
-        self._link: Link = world.connect(timedelta(seconds=timeout))
+        self._link: Link = world.connect()
         self._runs: dict[int, WorldRun] = {}
         self._number = 0
         # Also at the end of the process, which is the only end that most scripts give it.

@@ -52,7 +52,6 @@ class World:
 
     def __init__(self, spec: WorldSpec, local_rank: int, port: int | None, shared: SharedWeights | None) -> None:
         self._spec, self._local_rank = spec, local_rank
-        self._timeout = timedelta(seconds=spec.timeout)
         self._processes: list[subprocess.Popen] = []
         self._closed = self._ending = False
         self._raised: tuple[Exception | None, Report | None] = None, None
@@ -76,22 +75,23 @@ class World:
         Raises:
             TeacherError: a teacher process ended or did not answer in time; or its own exception.
         """
-        deadline = time.monotonic() + self._spec.timeout
+        limit = self._spec.load_timeout
+        deadline = time.monotonic() + limit
         while not self.store.check(["hello"]):
             if self._board.read():
                 self.fail()
             if time.monotonic() > deadline:
-                raise TeacherError(
-                    f"The teacher was not loaded within {self._spec.timeout:.0f} s. Raise teacher_timeout."
-                )
+                raise TeacherError(f"The teacher was not loaded within {limit:.0f} s. Raise teacher_load_timeout.")
             time.sleep(0.05)
         return json.loads(self.store.get("hello"))
 
-    def connect(self, timeout: timedelta) -> Link:
+    def connect(self) -> Link:
         """Join the wire; all students and teacher processes of the node do so at once."""
         size = self._spec.num_students + self._spec.num_processes
         with self.watching():
-            return interruptible(lambda: Link(self.store, self._local_rank, size, timeout))
+            return interruptible(
+                lambda: Link(self.store, self._local_rank, size, self._spec.load_timeout, self._spec.timeout)
+            )
 
     def answering(self, rows: int) -> list[int]:
         """Return the link ranks of the processes that send activations for a batch of ``rows``."""
@@ -185,7 +185,8 @@ class World:
                 process.wait()
 
     def _client(self, port: int, *, is_master: bool = False) -> TCPStore:
-        return TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=self._timeout)
+        timeout = timedelta(seconds=self._spec.load_timeout)
+        return TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
     def _start(self, shared: SharedWeights | None) -> None:
         payload = dump(self._spec, shared)
@@ -195,7 +196,7 @@ class World:
                 "rank": rank,
                 "alone": self._spec.num_processes == 1,
                 "port": self.port,
-                "timeout": self._spec.timeout,
+                "timeout": self._spec.load_timeout,
                 "cores": self._cores_of(rank),
                 "search_path": self._spec.search_path,
                 "file": shared.path if shared else None,

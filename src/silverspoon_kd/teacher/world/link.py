@@ -62,12 +62,16 @@ class Link:
         store: shared by all processes of the link.
         rank: own rank in the link.
         size: processes of the link; all must take part.
-        timeout: longest wait for a message.
+        join_timeout: longest wait for the other processes, in seconds.
+        timeout: longest wait for a message, in seconds; None: for ever.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self.rank, self.size, self._timeout = rank, size, timeout
-        self._group: Any = dist.ProcessGroupGloo(PrefixStore("silverspoon_kd/link", store), rank, size, timeout)
+    def __init__(self, store: Store, rank: int, size: int, join_timeout: float, timeout: float | None) -> None:
+        self.rank, self.size = rank, size
+        self._timeout = timedelta(days=365) if timeout is None else timedelta(seconds=timeout)
+        joining = timedelta(seconds=join_timeout)
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore("silverspoon_kd/link", store), rank, size, joining)
+        self._group.set_timeout(self._timeout)
         # A tensor must live until the other side has taken it.
         self._in_flight: list[tuple[dist.Work, Tensor]] = []
 

@@ -41,7 +41,7 @@ class Server:
         if self._size > 1:
             backend = "gloo" if spec.device_type == "cpu" else None
             world = PrefixStore("silverspoon_kd/world", store)
-            timeout = timedelta(seconds=spec.timeout)
+            timeout = timedelta(seconds=spec.load_timeout)
             dist.init_process_group(backend, store=world, rank=rank, world_size=self._size, timeout=timeout)
             self._requests = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._trace = Trace()
@@ -57,7 +57,8 @@ class Server:
         if self._rank == 0:
             self._store.set("hello", json.dumps(facts))
         students = self._spec.num_students
-        self._link = Link(self._store, students + self._rank, students + self._size, _FOREVER)
+        limit = self._spec.load_timeout
+        self._link = Link(self._store, students + self._rank, students + self._size, limit, None)
         while True:
             self._serve(self._next())
 

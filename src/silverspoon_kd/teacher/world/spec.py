@@ -25,7 +25,8 @@ class WorldSpec:
         autocast: dtype of mixed precision.
         num_students: student ranks of this node.
         example: keyword arguments of a tiny forward, where the model's config says too little.
-        timeout: longest wait for a message, in seconds.
+        timeout: longest wait for an activation, in seconds.
+        load_timeout: longest wait for the teacher to be loaded, in seconds.
         search_path: the starting process's ``sys.path``.
     """
 
@@ -40,6 +41,7 @@ class WorldSpec:
     num_students: int
     example: dict[str, Any] | None
     timeout: float
+    load_timeout: float
     search_path: tuple[str, ...]
 
     @property
