@@ -30,9 +30,9 @@ class TeacherExecutor(abc.ABC):
     def start(self, batch: Mapping[str, Any]) -> TeacherRun:
         """Start the forward of a batch and return at once where the placement allows it."""
 
+    @abc.abstractmethod
     def leave(self, error: Exception) -> NoReturn:
         """Raise the error that ended a training, or the teacher's own if that is behind it."""
-        raise error
 
     @abc.abstractmethod
     def close(self) -> None:

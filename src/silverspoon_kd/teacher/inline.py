@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,9 @@ class InlineExecutor(TeacherExecutor):
             capture = Capture(self.teacher, self._taps, self._trace)
             capture.run(lambda: self.teacher(**inputs), may_stop=True)
         return InlineRun({tap: value.detach() for tap, value in capture.values.items()})
+
+    def leave(self, error: Exception) -> NoReturn:
+        raise error
 
     def close(self) -> None:
         self._prepare = None
