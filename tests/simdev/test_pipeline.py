@@ -45,7 +45,7 @@ MODELS = {
 def spec_of(devices: tuple[int, ...]) -> WorldSpec:
     return WorldSpec(
         source="", taps=(), strategy="pp", device_type="sim", devices=devices, cores=(), wrap_cls=None, autocast=None,
-        num_students=1, example=None, timeout=60, search_path=(),
+        num_students=1, example=None, timeout=60, load_timeout=60, search_path=(),
     )  # fmt: skip
 
 

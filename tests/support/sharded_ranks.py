@@ -102,7 +102,7 @@ def tensor_parallel() -> dict[str, Any]:
     """What each process of a tensor-parallel teacher holds."""
     spec = WorldSpec(
         source="", taps=(), strategy="tp", device_type="cpu", devices=(0, 1), cores=(), wrap_cls=None, autocast=None,
-        num_students=1, example=None, timeout=60, search_path=(),
+        num_students=1, example=None, timeout=60, load_timeout=60, search_path=(),
     )  # fmt: skip
     plain, model = qwen3(3).eval(), qwen3(3).eval()
     place_tensor(model, spec, distributed.get_rank())

@@ -124,7 +124,7 @@ def tensor_parallel_teacher() -> None:
     """A teacher split over two devices gives the logits of a whole one."""
     spec = WorldSpec(
         source="", taps=(), strategy="tp", device_type="sim", devices=(0, 1), cores=(), wrap_cls=None, autocast=None,
-        num_students=1, example=None, timeout=60, search_path=(),
+        num_students=1, example=None, timeout=60, load_timeout=60, search_path=(),
     )  # fmt: skip
     sim.set_device(HOME)
     teacher = place_tensor(qwen3(7).eval().requires_grad_(False), spec, RANK)
