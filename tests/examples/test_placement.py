@@ -1,4 +1,4 @@
-"""The placement examples, started as their first line says; all of them give the same losses."""
+"""The distributed examples, started as their first line says; all of them give the same losses."""
 
 import ast
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "examples" / "placement"
+FOLDER = Path(__file__).parents[2] / "examples" / "distributed"
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
@@ -20,7 +20,7 @@ def run_example(name: str, folder: Path) -> list[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", words[1], str(FOLDER / name)]
     environment = {**os.environ, "SILVERSPOON_CPU_SLOTS": "4", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, f"{done.stderr[:6000]}\n...\n{done.stderr[-1000:]}"
     return [float(value) for value in re.findall(r"^\{'loss': '([0-9.e+-]+)'", done.stdout, re.MULTILINE)]
 
 
@@ -29,7 +29,9 @@ def replicated(tmp_path_factory):
     return run_example("replicated.py", tmp_path_factory.mktemp("replicated"))
 
 
-@pytest.mark.parametrize("name", ["sharded.py", "dedicated_pp.py", "dedicated_tp.py", "dedicated_sharded.py"])
+@pytest.mark.parametrize(
+    "name", ["sharded.py", "dedicated_pp.py", "dedicated_tp.py", "dedicated_sharded.py", "student_fsdp.py"]
+)
 def test_placements_give_the_same_losses(name, replicated, tmp_path):
     assert len(replicated) == 4
     assert run_example(name, tmp_path) == pytest.approx(replicated, rel=1e-3)

@@ -171,8 +171,6 @@ NOTES = {
     "I-03": f"the part with ZeRO-2 {STUDENT}",
     **dict.fromkeys("D-02 D-03 D-05 D-06 D-07 D-08 D-09 D-10 D-11".split(), STUDENT),
     "D-12": f"whole runs come {STUDENT.removeprefix('comes ')}",
-    **dict.fromkeys("E-01 E-06 E-07 E-09 E-12 E-15".split(), STUDENT),
-    "E-10": f"whole runs come {STUDENT.removeprefix('comes ')}",
     **dict.fromkeys("J-01 J-02 J-03 J-04".split(), SPEED),
 }
 

@@ -180,6 +180,11 @@ def _refusals(
             f"student_mode='single' trains in one process, but there are {num_student_ranks} student ranks; "
             "use 'ddp', 'fsdp' or DeepSpeed, or start one process."
         )
+    if student_mode == "fsdp" and num_student_ranks == 1:
+        yield (
+            "fsdp shards the student over ranks, but this process is alone; launch with torchrun --nproc_per_node=2, "
+            "or leave fsdp out."
+        )
     if num_student_ranks < num_nodes:
         yield f"{num_nodes} nodes need at least one student rank each, but there are {num_student_ranks} ranks."
     if value == "sharded" and num_student_ranks == 1:

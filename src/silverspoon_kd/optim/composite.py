@@ -165,6 +165,28 @@ class CompositeOptimizer(Optimizer):
                 switch()
 
 
+@torch.no_grad()
+def fill_state(optimizer: Optimizer) -> None:
+    """Give the parameters of every member their state, with a step that changes nothing.
+
+    Sharded loading of torch needs the state as a template, and makes it only for an optimizer that has none at all: one
+    member (Adagrad) has it from the start.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for member in inner.optimizers if isinstance(inner, CompositeOptimizer) else ():
+        if member.state:
+            continue
+        rates = [group["lr"] for group in member.param_groups]
+        for group in member.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        member.step()
+        member.zero_grad(set_to_none=True)
+        for group, rate in zip(member.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
 def check_saved_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Compare saved parameter groups with those of ``optimizer``; torch itself only counts them.
 

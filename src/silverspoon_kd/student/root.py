@@ -1,6 +1,6 @@
 """The one module that is wrapped and trained."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from silverspoon_kd.capture import Capture, InputView, Trace, base_of, select_logits
+from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of, select_logits
 from silverspoon_kd.objectives import (
     Counts,
     Objective,
@@ -64,6 +64,8 @@ class StudentRoot(nn.Module):
         self.conventions = conventions_of(student)
         self._trace = trace
         self._kept: list[RemovableHandle] = []
+        # For wrappers: told of the activations that gradients will enter the student by.
+        self.before_backward: Callable[[Mapping[Tap, Tensor]], None] | None = None
 
     @property
     def config(self) -> Any:
@@ -114,6 +116,8 @@ class StudentRoot(nn.Module):
         capture = Capture(self.student, self.objective.student_taps, self._trace, replace)
         own_output = want_output and not replace
         output, self._kept = capture.run(lambda: self.student(**inputs), may_stop=not (with_task or own_output))
+        if self.before_backward is not None:
+            self.before_backward(capture.values)
         terms = self.objective.terms(capture.values, signals, self.projectors, positions)
         task = self._task(output, batch, positions) if with_task else None
         loss, parts = combine(

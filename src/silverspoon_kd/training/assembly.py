@@ -150,12 +150,17 @@ def owned_parameters(root: StudentRoot) -> dict[str, list[tuple[str, nn.Paramete
     return owned
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer | None, root: StudentRoot) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer | None, root: StudentRoot, student_mode: str) -> None:
     """Refuse an optimizer that the user built for another model.
 
     Raises:
-        ConfigurationError: it holds parameters that are not the root's.
+        ConfigurationError: it holds parameters that are not the root's, or that will be replaced by shards.
     """
+    if optimizer is not None and student_mode == "fsdp":
+        raise ConfigurationError(
+            "The optimizer given in optimizers= holds whole parameters, and FSDP puts shards in their place, which it "
+            "would never update. Choose it with optim=, or as the optimizer of alignments."
+        )
     own = {id(parameter) for parameter in root.parameters()}
     groups = [] if optimizer is None else optimizer.param_groups
     if any(id(parameter) not in own for group in groups for parameter in group["params"]):

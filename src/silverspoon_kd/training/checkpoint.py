@@ -17,6 +17,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from silverspoon_kd.capture import is_peft_model
 from silverspoon_kd.errors import CheckpointError
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 STATE_FILE = "distillation.json"
 PROJECTORS_FILE = "projectors.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 
 
 def save_weights(
@@ -43,17 +45,23 @@ def save_weights(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STATE_FILE).unlink(missing_ok=True)
-    if state_dict is not None:
-        state_dict = {key[8:]: value for key, value in state_dict.items() if key.startswith("student.")}
+    own = None if state_dict is None else _part(state_dict, "student.")
     save_pretrained = getattr(student, "save_pretrained", None)
     if callable(save_pretrained):
-        save_pretrained(folder, state_dict=state_dict)
+        save_pretrained(folder, state_dict=own)
+    elif own is not None:
+        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in own.items()}, folder / WEIGHTS_FILE)
     else:
-        safetensors.torch.save_model(student, str(folder / "model.safetensors"))
+        safetensors.torch.save_model(student, str(folder / WEIGHTS_FILE))
     (folder / PROJECTORS_FILE).unlink(missing_ok=True)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in projectors.state_dict().items()}
+    state = projectors.state_dict() if state_dict is None else _part(state_dict, "projectors.")
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     if weights:
         safetensors.torch.save_file(weights, folder / PROJECTORS_FILE)
+
+
+def _part(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
 
 
 def mark_complete(
@@ -103,11 +111,12 @@ def describe_alignments(objective: Objective, projectors: nn.ModuleList) -> list
     return rows
 
 
-def check_resumable(folder: Path, objective: Objective, projectors: nn.ModuleList) -> None:
+def check_resumable(folder: Path, objective: Objective, projectors: nn.ModuleList, student_mode: str) -> None:
     """Refuse a checkpoint that this run cannot continue from.
 
     Raises:
-        CheckpointError: it is not there, incomplete, foreign, without optimizer state, or of other alignments.
+        CheckpointError: it is not there, incomplete, foreign, without optimizer state, of other alignments, or of
+            another way of training the student.
     """
     state = read_state(folder)
     saved = [_identity(row) for row in state["alignments"]]
@@ -119,11 +128,21 @@ def check_resumable(folder: Path, objective: Objective, projectors: nn.ModuleLis
             f"({', '.join(row[0] for row in own[:4])}...). Resume with the same alignments, or start a new run from "
             "its student."
         )
+    then, now = _wrapper(state["plan"]["student_mode"]), _wrapper(student_mode)
+    if then != now:
+        raise CheckpointError(
+            f"The checkpoint {folder} holds the optimizer of a student trained with {then}, but this run trains it "
+            f"with {now}. Resume as it was saved (any number of ranks), or start a new run from its student."
+        )
     if "trainer_state.json" not in state["files"] or not any(name.startswith("optimizer") for name in state["files"]):
         raise CheckpointError(
             f"The checkpoint {folder} has no optimizer state (saved with save_only_model=True, or by save_model), so "
             "training cannot continue exactly. Start a new run from its student, or save full checkpoints."
         )
+
+
+def _wrapper(student_mode: str) -> str:
+    return "no sharding" if student_mode in ("single", "ddp") else student_mode
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -143,7 +162,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text())
         sizes, version = dict(state["files"]), state["format"]
-        _ = state["distiller"], [_identity(row) for row in state["alignments"]]
+        _ = state["distiller"], state["plan"]["student_mode"], [_identity(row) for row in state["alignments"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r}). Resume from an earlier checkpoint.") from error
     if version != FORMAT:
@@ -180,7 +199,7 @@ def load_weights(folder: Path, student: nn.Module, projectors: nn.ModuleList) ->
     """
     loaded = _projector_weights(folder, projectors)
     _load_student(folder, student)
-    projectors.load_state_dict(loaded)
+    projectors.load_state_dict(as_sharded(loaded, projectors.state_dict()))
 
 
 def _load_student(folder: Path, student: nn.Module) -> None:
@@ -192,15 +211,32 @@ def _load_student(folder: Path, student: nn.Module) -> None:
     if not weights.keys() <= own.keys() and callable(getattr(student, "save_pretrained", None)):
         # Some architectures are saved under other names than they have in memory.
         weights = type(student).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
-    loaded = {own[name].data_ptr() for name in weights if name in own}
-    missing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in loaded]
+    loaded = {_place(own[name]) for name in weights if name in own}
+    missing = [name for name, tensor in own.items() if name not in weights and _place(tensor) not in loaded]
     strange = [name for name in weights if name not in own or own[name].shape != weights[name].shape]
     if missing or strange:
         raise CheckpointError(
             f"The weights in {folder} do not fit this student: missing {missing[:3]}, unknown or of another shape "
             f"{strange[:3]}. Resume with the student of that run."
         )
-    student.load_state_dict(weights, strict=False)
+    student.load_state_dict(as_sharded(weights, own), strict=False)
+
+
+def as_sharded(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return full ``weights`` in the form of the module's ``own``: this rank's shares where those are sharded."""
+
+    def like(name: str, tensor: Tensor) -> Tensor:
+        target = own.get(name)
+        if not isinstance(target, DTensor):
+            return tensor
+        full = tensor.to(target.device, target.dtype)
+        return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+
+    return {name: like(name, tensor) for name, tensor in weights.items()}
+
+
+def _place(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def _projector_weights(folder: Path, projectors: nn.ModuleList) -> dict[str, Tensor]:
@@ -236,13 +272,14 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _load_adapter(folder: Path, student: nn.Module) -> None:
-    from peft import set_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     name = student.active_adapter
     path = folder / ("" if name == "default" else str(name)) / "adapter_model.safetensors"
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no adapter_model.safetensors for the adapter {name!r}.")
-    set_peft_model_state_dict(student, _read(path), adapter_name=name)
+    weights = as_sharded(_read(path), get_peft_model_state_dict(student, adapter_name=name))
+    set_peft_model_state_dict(student, weights, adapter_name=name)
 
 
 def rotate(run_dir: Path, limit: int | None, newest: Path, best: str | None) -> None:
@@ -271,7 +308,7 @@ def _age(folder: Path) -> tuple[bool, float]:
 
 
 def resume_folder(
-    wish: str | bool | None, output_dir: Path, objective: Objective, projectors: nn.ModuleList
+    wish: str | bool | None, output_dir: Path, objective: Objective, projectors: nn.ModuleList, student_mode: str
 ) -> Path | None:
     """Return the checkpoint to resume from: the given one, or for True the newest complete one; None for no wish.
 
@@ -289,5 +326,5 @@ def resume_folder(
         raise CheckpointError(
             f"There is no complete checkpoint in {output_dir} to resume from. Start without resume_from_checkpoint."
         )
-    check_resumable(folder, objective, projectors)
+    check_resumable(folder, objective, projectors, student_mode)
     return folder

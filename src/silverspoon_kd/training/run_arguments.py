@@ -17,6 +17,7 @@ from silverspoon_kd.distributed.split_gpu import check_student_processes, requir
 from silverspoon_kd.errors import ConfigurationError, PlacementError
 from silverspoon_kd.student import StepOptions
 from silverspoon_kd.training.arguments import TrainingArguments
+from silverspoon_kd.training.fsdp import settle_fsdp
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def run_arguments(args: TrainingArguments | None, kind: str, student: nn.Module)
         args._n_gpu = 1
     if args.backward_per_block:
         _check_per_block(kind, student)
+        _set_checkpointing(args, True)
+    if args.fsdp and settle_fsdp(args, student):
         _set_checkpointing(args, True)
     _leave_reentrant(args)
     if args.ddp_find_unused_parameters is None:
@@ -112,10 +115,10 @@ def run_plan(args: TrainingArguments, kind: str) -> Plan:
     plan.require_runnable()
     for note in plan.notes if args.process_index == 0 else ():
         logger.warning("%s", note)
-    if plan.student_mode not in ("single", "ddp"):
+    if plan.student_mode not in ("single", "ddp", "fsdp"):
         raise PlacementError(
-            f"The student mode {plan.student_mode} is planned, but this version trains in one process or with DDP. "
-            "Leave fsdp and deepspeed out."
+            f"The student mode {plan.student_mode} is planned, but this version trains in one process, with DDP or "
+            "FSDP. Leave deepspeed out."
         )
     return plan
 

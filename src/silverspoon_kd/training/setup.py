@@ -111,7 +111,7 @@ def set_up(request: Request) -> Setup:
             example=examples[0],
             seed=args.seed,
         )
-        check_optimizer(request.optimizer, assembly.root)
+        check_optimizer(request.optimizer, assembly.root, plan.student_mode)
         columns = used_columns(request.student, prepared.facts.columns, labels) if known else None
         executor = prepared.place()
     except BaseException:

@@ -2,13 +2,12 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -28,15 +27,17 @@ from silverspoon_kd.training.assembly import group_specs, owned_parameters
 from silverspoon_kd.training.buffers import SharedBuffers
 from silverspoon_kd.training.collate import DictCollator
 from silverspoon_kd.training.columns import Prepare
+from silverspoon_kd.training.fsdp import release_gathered, shard_student, sharding_enabled
 from silverspoon_kd.training.instruments import make_instruments
 from silverspoon_kd.training.metrics import RunningMeans, evaluation_logs, not_finite, own_part, own_rows, step_logs
 from silverspoon_kd.training.run_arguments import refuse_arguments, run_arguments, step_options
+from silverspoon_kd.training.saving import SavingTrainer
 from silverspoon_kd.training.setup import Request, TeacherSource, set_up
 
 logger = logging.getLogger(__name__)
 
 
-class DistillationTrainer(transformers.Trainer):
+class DistillationTrainer(SavingTrainer):
     """What the three distillers share; use one of them.
 
     A step, as the Trainer runs it::
@@ -107,15 +108,20 @@ class DistillationTrainer(transformers.Trainer):
                 eval_dataset=eval_dataset,
                 **trainer_arguments,
             )
+            shard_student(self.root, args, self.accelerator)
             on_error.pop_all()
-        collator, names = self.data_collator, self.root.view.names
-        self.data_collator = DictCollator(collator, names, given_by_user=data_collator is not None)
+        names, own = self.root.view.names, data_collator is not None
+        self.data_collator = DictCollator(self.data_collator, names, given_by_user=own)
         self._instruments = make_instruments(args)
         for callback in (*self._instruments, SharedBuffers()):
             self.add_callback(callback)
-        self.loss_is_scaled_for_ga = True
-        self.can_return_loss = True
+        self.loss_is_scaled_for_ga = self.can_return_loss = True
         self.label_names, self._signature_columns = list(self._labels), setup.columns
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; see the Trainer."""
+        with sharding_enabled() if self.args.fsdp else nullcontext():
+            super().create_accelerator_and_postprocess()
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -134,7 +140,8 @@ class DistillationTrainer(transformers.Trainer):
         counts = counts or self._count([inputs], self.args.device, over_ranks=training)
         run = self._executor.start(inputs)
         try:
-            result = model(batch, run, counts, want_output=return_outputs and self._wants_predictions)
+            with self.accelerator.autocast():
+                result = model(batch, run, counts, want_output=return_outputs and self._wants_predictions)
         finally:
             run.close()
         self._record(result["parts"], training, inputs)
@@ -256,7 +263,11 @@ class DistillationTrainer(transformers.Trainer):
             CheckpointError: the checkpoint is incomplete or of another run.
         """
         folder = checkpoint.resume_folder(
-            resume_from_checkpoint, Path(self.args.output_dir), self._objective, self.root.projectors
+            resume_from_checkpoint,
+            Path(self.args.output_dir),
+            self._objective,
+            self.root.projectors,
+            self.plan.student_mode,
         )
         self._first_step_checked = False
         self._step_values, self._num_steps = RunningMeans(), 0
@@ -302,6 +313,7 @@ class DistillationTrainer(transformers.Trainer):
             output = super().evaluation_loop(*args, **kwargs)
         except Exception as error:
             self._executor.leave(error)
+        release_gathered(self.root)
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update(evaluation_logs(self._eval_values.drain(self.accelerator.gather), prefix))
         return output
@@ -320,48 +332,3 @@ class DistillationTrainer(transformers.Trainer):
         for instrument in self._instruments:
             logs |= instrument.logs()
         return logs
-
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if not self.args.should_save:
-            return
-        folder = Path(output_dir or self.args.output_dir)
-        checkpoint.save_weights(folder, self.student_model, self.root.projectors, state_dict)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-        torch.save(self._given_args, folder / "training_args.bin")
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the student as a folder for ``from_pretrained``, the projectors beside it."""
-        super().save_model(output_dir, _internal_call)
-        if not _internal_call:
-            self._mark_complete(Path(output_dir or self.args.output_dir), "*.safetensors")
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Older checkpoints may go only when the new one is complete.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()
-        run_dir = Path(self._get_output_dir(trial))
-        newest = run_dir / f"checkpoint-{self.state.global_step}"
-        self._mark_complete(newest)
-        if self.args.should_save:
-            checkpoint.rotate(run_dir, limit, newest, self.state.best_model_checkpoint)
-
-    def _mark_complete(self, folder: Path, files: str = "*") -> None:
-        if self.args.should_save:
-            state = {"plan": self.plan.to_dict()}
-            checkpoint.mark_complete(folder, self._objective, self.root.projectors, state, files)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoint.load_weights(Path(resume_from_checkpoint), self.student_model, self.root.projectors)
-
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        checkpoint.read_state(Path(best))
-        logger.info("Loading the best checkpoint %s (%s).", best, self.state.best_metric)
-        self._load_from_checkpoint(best)

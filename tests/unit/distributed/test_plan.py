@@ -20,7 +20,7 @@ MATRIX = list(itertools.product(KINDS, PLACEMENTS, STUDENT_MODES, (1, 2, 3, 4), 
 
 def can_run(placement, mode, ranks, nodes):
     """Two teacher and two student devices on every node."""
-    if (mode == "single" and ranks > 1) or ranks < nodes:
+    if (mode == "single" and ranks > 1) or (mode == "fsdp" and ranks == 1) or ranks < nodes:
         return False
     if placement == "sharded":
         return ranks > 1

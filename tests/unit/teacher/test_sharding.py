@@ -3,8 +3,9 @@
 import pytest
 from torch import nn
 
+from silverspoon_kd.capture import wrap_units
 from silverspoon_kd.errors import PlacementError
-from silverspoon_kd.teacher.sharding import shard_frozen, wrap_units
+from silverspoon_kd.teacher.sharding import shard_frozen
 from support.tiny import llama, qwen3
 
 
