@@ -70,7 +70,7 @@ def sharded(model: nn.Module, **options: Any) -> dict[str, float]:
     """Shard, and compare two forwards with the plain model's."""
     freeze_teacher(model)
     plain = copy.deepcopy(model)
-    shard_frozen(model, init_device_mesh("cpu", (2,)), **options)
+    shard_frozen(model, init_device_mesh("cpu", (2,)), torch.device("cpu"), **options)
 
     def logits(each: nn.Module) -> Tensor:
         with torch.no_grad():

@@ -3,6 +3,7 @@
 Started by torchrun from simdev/test_simgloo.py. A check that fails ends the rank, and with it the test.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -21,9 +22,12 @@ HOME, AWAY = f"sim:{RANK}", f"sim:{2 + RANK}"
 os.environ["ACCELERATE_TORCH_DEVICE"] = HOME
 sim = simdev.install(4)
 
-from silverspoon_kd.teacher.sharding import shard_frozen  # noqa: E402
+from silverspoon_kd.capture import Capture, Tap, Trace  # noqa: E402
+from silverspoon_kd.teacher.facts import facts_of  # noqa: E402
+from silverspoon_kd.teacher.sharding import free_gathered, shard_frozen  # noqa: E402
+from silverspoon_kd.teacher.world.needs import WorldMemory  # noqa: E402
 from silverspoon_kd.teacher.world.spec import WorldSpec  # noqa: E402
-from silverspoon_kd.teacher.world.strategies import place_tensor  # noqa: E402
+from silverspoon_kd.teacher.world.strategies import build_teacher, place_tensor  # noqa: E402
 from simdev import simgloo  # noqa: E402
 from support.distil import make, training_logs  # noqa: E402
 from support.tiny import qwen3, weights  # noqa: E402
@@ -87,9 +91,9 @@ def sharded_student_and_teacher() -> None:
     """FSDP2 over two devices each trains as one process does; the teacher's shares are on two other devices."""
     from torch.distributed.fsdp import fully_shard
 
-    teacher, reference_teacher = qwen3(7).eval().requires_grad_(False).to(AWAY), qwen3(7).eval()
+    teacher, reference_teacher = qwen3(7).eval().requires_grad_(False), qwen3(7).eval()
     with sim.device(AWAY):
-        teacher = shard_frozen(teacher, init_device_mesh("sim", (2,)))
+        teacher = shard_frozen(teacher, init_device_mesh("sim", (2,)), torch.device(AWAY))
     assert all(isinstance(each, DTensor) and str(each.to_local().device) == AWAY for each in teacher.parameters())
     student, reference = qwen3(0).to(HOME), qwen3(0)
     sim.set_device(HOME)
@@ -134,6 +138,45 @@ def tensor_parallel_teacher() -> None:
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-4)
 
 
+def memory_as_predicted(strategy: str, most: float) -> None:
+    """A divided teacher needs on its own devices what was predicted while it was whole, also while it is divided."""
+    taps = [Tap(f"model.layers.{index}") for index in range(6)]
+    example = {"input_ids": IDS[:1], "attention_mask": (torch.arange(12) < 9).long()[None]}
+    spec = WorldSpec(
+        source=lambda: qwen3(7, layers=6, hidden=64), taps=(), strategy=strategy, device_type="sim", devices=(2, 3),
+        cores=(), wrap_cls=None, autocast=None, num_students=1, example=example, timeout=60, load_timeout=60,
+        search_path=(), rows=8,
+    )  # fmt: skip
+    own, trace, memory = 2 + RANK, Trace(), []
+
+    def describe(teacher: nn.Module) -> None:
+        facts_of(teacher, taps, trace, example)
+        memory.append(WorldMemory(teacher, spec, RANK, taps, trace))
+
+    sim.set_device(HOME)
+    gc.collect()
+    before = [sim.memory_allocated(index) for index in range(4)]
+    sim.reset_peak_memory_stats(own)
+    teacher = build_teacher(spec, RANK, describe)
+    gc.collect()
+    held, placing = sim.memory_allocated(own) - before[own], sim.max_memory_allocated(own) - before[own]
+    sim.reset_peak_memory_stats(own)
+    rows = 4 if strategy == "sharded" else 8
+    capture = Capture(teacher, taps, trace)
+    with torch.no_grad():
+        inputs = {name: tensor.repeat(rows, 1).to(AWAY) for name, tensor in example.items()}
+        capture.run(lambda: teacher(**inputs, use_cache=False), may_stop=True)
+    free_gathered(teacher)
+    place, parts, capacity = memory[0].told(teacher)[RANK]
+    found, predicted = sim.max_memory_allocated(own) - before[own], sum(dict(parts).values())
+    print(f"{strategy} {place}: {predicted=:,} {found=:,} {held=:,} {placing=:,} {parts}", flush=True)
+    assert place == AWAY and capacity == sim.mem_get_info(own)[1]
+    assert [sim.memory_allocated(index) for index in (0, 1)] == before[:2]
+    assert abs(dict(parts)["weights"] / held - 1) < 0.02
+    assert 0.9 < predicted / found < most, (strategy, predicted, found, parts)
+    assert placing < 1.5 * held
+
+
 def main(folder: Path, mode: str) -> None:
     sim.set_async(mode == "async")
     sim.set_device(HOME)
@@ -145,6 +188,9 @@ def main(folder: Path, mode: str) -> None:
         lambda: distiller_with_ddp(folder),
         tensor_parallel_teacher,
         sharded_student_and_teacher,
+        lambda: memory_as_predicted("sharded", 1.1),
+        # What a layer computes inside is divided too, which the prediction leaves out.
+        lambda: memory_as_predicted("tp", 1.25),
     ):
         check()
         assert sim.races() == []

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,8 +50,7 @@ def probe(
     """
     with _evaluating(model):
         try:
-            with _attributes_kept(model), _quiet():
-                return _fake(model, inputs, call)
+            return fake_forward(model, inputs, call)
         except Exception as error:
             logger.debug("A forward on fake tensors is not possible for %s: %s", type(model).__name__, error)
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
@@ -61,20 +60,46 @@ def probe(
             return call(lambda: functional_call(model, buffers, (), moved)), dict(model.named_parameters())
 
 
-def _fake(
-    model: nn.Module, inputs: Mapping[str, Any], call: Callable[[Callable[[], Any]], Any]
+def fake_forward(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    call: Callable[[Callable[[], Any]], Any],
+    *,
+    place: Callable[[str, Tensor], torch.device] | None = None,
+    change: Callable[[Tensor], Tensor] | None = None,
+    watch: AbstractContextManager | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
+    """Run one forward of ``model`` in evaluation mode on fake tensors.
+
+    Args:
+        model: left as it is, also where ``call`` sets attributes of its modules.
+        inputs: keyword arguments of its forward, real tensors.
+        call: as for :func:`probe`.
+        place: the device of each parameter and buffer; None: where it is.
+        change: makes the tensors of the inputs, fake ones, what the forward gets; None: they are.
+        watch: around the forward, inside of what makes tensors fake.
+
+    Raises:
+        Exception: of any kind, where an operation has no fake form or depends on values.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    parameters: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in model.named_parameters()}
-    buffers = {name: mode.from_tensor(tensor) for name, tensor in model.named_buffers()}
-    fake_inputs = map_tensors(lambda tensor: mode.from_tensor(tensor.to(device)), dict(inputs))
+    home = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+    def fake(name: str, tensor: Tensor) -> Tensor:
+        with mode:
+            return mode.from_tensor(tensor).to(tensor.device if place is None else place(name, tensor))
+
+    parameters: dict[str, Tensor] = {name: fake(name, tensor) for name, tensor in model.named_parameters()}
+    buffers = {name: fake(name, tensor) for name, tensor in model.named_buffers()}
+    given = map_tensors(lambda tensor: mode.from_tensor(tensor.to(home)), dict(inputs))
 
     def forward() -> Any:
-        with mode:
-            return functional_call(model, {**parameters, **buffers}, (), fake_inputs)
+        with mode, watch or nullcontext():
+            tensors = map_tensors(change, given) if change else given
+            return functional_call(model, {**parameters, **buffers}, (), tensors)
 
-    return call(forward), parameters
+    with _evaluating(model), _attributes_kept(model), _quiet():
+        return call(forward), parameters
 
 
 @contextmanager

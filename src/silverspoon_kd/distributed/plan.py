@@ -1,7 +1,7 @@
 """The frozen answer to "what exactly will run here", worked out from plain values without torch."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from silverspoon_kd.distributed.split_gpu import Split
@@ -17,6 +17,35 @@ DISTILLER_KINDS = {
     "reskd": "response_based",
 }
 STUDENT_MODES = ("single", "ddp", "fsdp", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The bytes that one device will hold at once, as far as they can be known before anything runs.
+
+    Attributes:
+        place: Where, such as ``"cuda:2"``, or ``"each rank"`` for the device that each student rank trains on.
+        parts: What it will hold, with the bytes of it; None: not known.
+        capacity: Bytes that the device has; None: not known.
+    """
+
+    place: str
+    parts: tuple[tuple[str, int | None], ...]
+    capacity: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts that are known."""
+        return sum(size or 0 for _, size in self.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the bytes as a dict of JSON values."""
+        return {"place": self.place, "total": self.total, "parts": dict(self.parts), "capacity": self.capacity}
+
+    def __str__(self) -> str:
+        parts = [f"{name} {_size(size)}" for name, size in self.parts if size]
+        unknown = [f"{name} not known" for name, size in self.parts if size is None]
+        return f"{'at least ' if unknown else ''}{_size(self.total)}: {', '.join(parts + unknown) or 'nothing'}"
 
 
 @dataclass(frozen=True)
@@ -37,6 +66,7 @@ class Plan:
         lookahead: How many further steps the teacher may run ahead; 0 without overlap.
         notes: What the user should know about this plan, a sentence each.
         refusal: Why this cannot run, in one sentence; None if it can.
+        memory: What each device will need; empty while that is not known.
     """
 
     distiller: str
@@ -52,6 +82,14 @@ class Plan:
     lookahead: int
     notes: tuple[str, ...]
     refusal: str | None
+    memory: tuple[DeviceMemory, ...] = ()
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def with_memory(self, memory: Sequence[DeviceMemory]) -> "Plan":
+        """Return this plan with what each device will need, and a note where one does not have so much."""
+        return replace(self, memory=tuple(memory), notes=(*self.notes, *_memory_notes(memory)))
 
     def require_runnable(self) -> None:
         """Raise `PlacementError` with the refusal, if there is one."""
@@ -66,7 +104,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a dict of JSON values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {**values, "memory": [each.to_dict() for each in self.memory]}
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "distiller", self.distiller
@@ -78,6 +117,8 @@ class Plan:
         ranks, nodes = _count(self.num_student_ranks, "rank", "ranks"), _count(self.num_nodes, "node", "nodes")
         yield "student", f"{self.student_mode}, {ranks} on {nodes}"
         yield "overlap", f"on, lookahead {self.lookahead}" if self.overlap else "off"
+        for each in self.memory:
+            yield f"memory {each.place}", str(each)
         for note in self.notes:
             yield "note", note
         if self.refusal is not None:
@@ -246,6 +287,24 @@ def _notes(value: PlacementValue, overlap: bool, ranks_per_node: int, split: Spl
             f"{room - ranks_per_node} of the {room} student devices of a node stay idle; torchrun "
             f"--nproc_per_node={room} uses all."
         )
+
+
+def _memory_notes(memory: Sequence[DeviceMemory]) -> Iterator[str]:
+    for each in memory:
+        if each.capacity is not None and each.total > each.capacity:
+            largest = max(each.parts, key=lambda part: part[1] or 0)[0]
+            yield (
+                f"{each.place} will need {_size(each.total)}, but has {_size(each.capacity)}; most of it is "
+                f"{largest}: use more devices for the teacher, smaller batches or a smaller teacher_lookahead."
+            )
+
+
+def _size(nbytes: int) -> str:
+    """Return a number of bytes in three digits or so."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.2f} {unit}"
+    return f"{nbytes} B"
 
 
 def _num_teacher_processes(placement: TeacherPlacement) -> int:

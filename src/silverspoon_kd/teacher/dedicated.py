@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from silverspoon_kd.capture import Tap
 from silverspoon_kd.distributed import TeacherPlacement
+from silverspoon_kd.distributed.plan import DeviceMemory
 from silverspoon_kd.distributed.split_gpu import Split
 from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor
 from silverspoon_kd.teacher.facts import TeacherFacts
@@ -19,7 +20,7 @@ from silverspoon_kd.teacher.world.client import WorldExecutor
 from silverspoon_kd.teacher.world.launch import World
 from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.teacher.world.strategies import check_source
-from silverspoon_kd.teacher.world.weights import adopt_weights, places_in, share_weights
+from silverspoon_kd.teacher.world.weights import SharedWeights, adopt_weights, places_in, share_weights
 
 
 def start_world(
@@ -29,6 +30,7 @@ def start_world(
     taps: Sequence[Tap],
     *,
     example: Mapping[str, Any] | None,
+    rows: int,
     autocast: torch.dtype | None,
     timeout: float,
     load_timeout: float,
@@ -43,7 +45,8 @@ def start_world(
         placement: the user's wish.
         split: the node's devices.
         taps: the activations that will be taken.
-        example: a tiny batch, for teachers whose config does not say what they take in.
+        example: a batch of one row, for teachers whose config does not say what they take in.
+        rows: of a batch of the run.
         autocast: dtype of mixed precision.
         timeout: longest wait for an activation, in seconds.
         load_timeout: longest wait for the teacher to be loaded, in seconds.
@@ -70,16 +73,23 @@ def start_world(
         timeout=timeout,
         load_timeout=load_timeout,
         search_path=tuple(sys.path),
+        rows=rows,
     )
-    if starts:
-        world = World(spec, 0, None, shared)
-        weights = (shared.path, shared.nbytes, places_in(shared, module)) if shared and module is not None else None
-        _from_first_rank((world.port, weights))
-    else:
-        port, weights = _from_first_rank(None)
-        world = World(spec, local_rank, port, None)
-        if weights is not None and module is not None:
-            adopt_weights(module, *weights)
+    return _started(spec, module, shared) if starts else _joined(spec, module, local_rank)
+
+
+def _started(spec: WorldSpec, module: nn.Module | None, shared: SharedWeights | None) -> World:
+    world = World(spec, 0, None, shared)
+    weights = (shared.path, shared.nbytes, places_in(shared, module)) if shared and module is not None else None
+    _from_first_rank((world.port, weights))
+    return world
+
+
+def _joined(spec: WorldSpec, module: nn.Module | None, local_rank: int) -> World:
+    port, weights = _from_first_rank(None)
+    world = World(spec, local_rank, port, None)
+    if weights is not None and module is not None:
+        adopt_weights(module, *weights)
     return world
 
 
@@ -128,6 +138,7 @@ def _facts(world: World, taps: Sequence[Tap]) -> TeacherFacts:
         vocab_size=told["vocab_size"],
         class_name=told["class"],
         shifts_labels=told["shifts_labels"],
+        memory=tuple(DeviceMemory(place, tuple(map(tuple, parts)), size) for place, parts, size in told["memory"]),
     )
 
 

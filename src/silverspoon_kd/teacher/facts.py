@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
 from silverspoon_kd.capture.probe import probe
+from silverspoon_kd.distributed.plan import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class TeacherFacts:
         vocab_size: of its config, None where there is none.
         class_name: of the model.
         shifts_labels: whether it needs the labels, to make the ids of its decoder of them.
+        memory: what it will need on each device; its signals are those of one batch.
     """
 
     values: Mapping[Tap, Tensor]
@@ -28,6 +30,7 @@ class TeacherFacts:
     vocab_size: int | None
     class_name: str
     shifts_labels: bool
+    memory: tuple[DeviceMemory, ...] = ()
 
 
 def facts_of(teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapping[str, Any]) -> TeacherFacts:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from silverspoon_kd.capture import base_of, is_peft_model
-from silverspoon_kd.errors import ConfigurationError, TeacherError
+from silverspoon_kd.errors import ConfigurationError, PlacementError, TeacherError
+from silverspoon_kd.teacher.loading import describe_model
 
 
 def check_loaded(teacher: nn.Module) -> None:
@@ -35,6 +36,38 @@ def freeze_teacher(teacher: nn.Module) -> None:
 def is_self_placed(teacher: nn.Module) -> bool:
     """Tell whether the model manages its own devices or cannot be cast: dispatched, offloaded or quantised."""
     return getattr(teacher, "hf_device_map", None) is not None or bool(getattr(teacher, "is_quantized", False))
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Tell whether weights are packed, by transformers, by a tensor class of their own or by a module of torch.ao."""
+    if getattr(model, "is_quantized", False):
+        return True
+    packed = (hasattr(type(each), "__tensor_flatten__") or not each.is_floating_point() for each in model.parameters())
+    return any(packed) or any(type(each).__module__.startswith("torch.ao.nn.quantized") for each in model.modules())
+
+
+def check_not_quantised(source: object, where: str) -> None:
+    """Refuse, before anything is loaded, to divide packed weights; what a callable will build is not known yet.
+
+    Args:
+        source: a module, a model id or folder, or a callable.
+        where: the placement as the user wrote it, for the message.
+
+    Raises:
+        PlacementError: the weights are quantised.
+    """
+    if isinstance(source, nn.Module):
+        quantised, name = is_quantised(source), type(source).__name__
+    elif isinstance(source, str):
+        config = describe_model(source, "teacher").config
+        quantised, name = getattr(config, "quantization_config", None) is not None, source
+    else:
+        return
+    if quantised:
+        raise PlacementError(
+            f"{where} divides every weight, but the packed weights of the quantised teacher {name} cannot be divided. "
+            "Use a replicated or pipeline ('pp') placement, or load it without quantisation."
+        )
 
 
 def place_replicated(teacher: nn.Module, device: torch.device) -> nn.Module:

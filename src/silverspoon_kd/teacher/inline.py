@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -10,12 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
+from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of, wrap_units
+from silverspoon_kd.distributed.plan import DeviceMemory
 from silverspoon_kd.errors import PlacementError
 from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor, TeacherRun, check_ids
 from silverspoon_kd.teacher.facts import facts_of
-from silverspoon_kd.teacher.hygiene import adapters_off, freeze_teacher, place_replicated, shares_base
+from silverspoon_kd.teacher.hygiene import adapters_off, freeze_teacher, is_self_placed, place_replicated, shares_base
+from silverspoon_kd.teacher.memory import forward_bytes, sharded_bytes, weight_bytes
 from silverspoon_kd.teacher.sharding import free_gathered, shard_frozen
+
+# Where the memory of a teacher beside the student is: on the device of each student rank.
+EACH_RANK = "each rank"
 
 
 class InlineRun(TeacherRun):
@@ -90,6 +96,8 @@ class TeacherBesideStudent(PreparedTeacher):
         student: the student.
         taps: the activations that will be taken.
         inputs: a tiny batch as the teacher's forward takes it.
+        example: a batch of one row as it comes to the teacher, None where there is none.
+        rows: of a batch of the run.
         device: of the student.
         sharded: spread the weights over all ranks.
         prepare: maps the batch to the teacher's; None: the batch itself.
@@ -106,6 +114,8 @@ class TeacherBesideStudent(PreparedTeacher):
         taps: Sequence[Tap],
         inputs: Mapping[str, Any],
         *,
+        example: Mapping[str, Any] | None,
+        rows: int,
         device: torch.device,
         sharded: bool,
         prepare: Callable[[Any], Mapping[str, Any]] | None,
@@ -120,18 +130,38 @@ class TeacherBesideStudent(PreparedTeacher):
         self._teacher, self._student, self._taps = teacher, student, taps
         self._device, self._sharded, self._trace = device, sharded, Trace()
         self._prepare, self._autocast = prepare, autocast
-        self.facts = facts_of(teacher, taps, self._trace, inputs)
+        facts = facts_of(teacher, taps, self._trace, inputs)
+        self.facts = replace(facts, memory=(self._memory(example, rows),))
 
     def place(self) -> TeacherExecutor:
         model, around = self._student, partial(adapters_off, self._student)
         if not self._own_base:
             freeze_teacher(self._teacher)
-            model, around = place_replicated(self._teacher, self._device), nullcontext  # type: ignore[assignment]
-        if self._sharded:
-            model = shard_frozen(model, init_device_mesh(self._device.type, (dist.get_world_size(),)))
+            model, around = self._placed(), nullcontext  # type: ignore[assignment]
         return InlineExecutor(
             model, self._taps, self._trace, prepare=self._prepare, autocast=self._autocast, around=around
         )
 
     def abandon(self) -> None:
         """Nothing has been changed."""
+
+    def _placed(self) -> nn.Module:
+        if self._sharded:
+            mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
+            return shard_frozen(self._teacher, mesh, self._device)
+        return place_replicated(self._teacher, self._device)
+
+    def _memory(self, example: Mapping[str, Any] | None, rows: int) -> DeviceMemory:
+        device = str(self._device)
+        places = None if is_self_placed(self._teacher) else {"": device}
+        weights, gathered = weight_bytes(self._teacher, places).get(device, 0), 0
+        if self._sharded:
+            weights, gathered = sharded_bytes(self._teacher, wrap_units(self._teacher, None), dist.get_world_size())
+        found, forward, signals = None, None, 0
+        if example is not None:
+            found = forward_bytes(self._teacher, self._taps, self._trace, example, rows, places, self._autocast)
+        if found is not None:
+            signals = found.signals.get(device, 0)
+            forward = found.peak.get(device, 0) - signals
+        parts = {"weights": 0 if self._own_base else weights, "gathered": gathered, "forward": forward}
+        return DeviceMemory(EACH_RANK, (*parts.items(), ("signals", signals)))

@@ -21,6 +21,7 @@ from silverspoon_kd.teacher import (
     TeacherBesideStudent,
     TeacherExecutor,
     check_loaded,
+    check_not_quantised,
     check_separate,
     load_model,
     shares_base,
@@ -35,6 +36,7 @@ from silverspoon_kd.training.assembly import (
     probe_inputs,
 )
 from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
+from silverspoon_kd.training.memory import plan_with_memory, rows_of_a_batch, tell
 from silverspoon_kd.training.run_arguments import autocast_dtype, run_plan
 from silverspoon_kd.training.vocabulary import check_tokenizers, check_vocabularies
 
@@ -91,6 +93,8 @@ def set_up(request: Request) -> Setup:
     args, given = request.args, request.teacher
     plan = run_plan(args, request.objective.kind)
     dedicated = isinstance(args.teacher_placement, TeacherPlacement)
+    if args.teacher_placement == "sharded":
+        check_not_quantised(given, "teacher_placement='sharded'")
     teacher = load_model(given, "teacher") if isinstance(given, nn.Module) or not dedicated else None
     _check_models(request, teacher)
     labels = label_columns(request.student, args.label_names)
@@ -113,6 +117,9 @@ def set_up(request: Request) -> Setup:
         )
         check_optimizer(request.optimizer, assembly.root, plan.student_mode)
         columns = used_columns(request.student, prepared.facts.columns, labels) if known else None
+        noted = len(plan.notes)
+        plan = plan_with_memory(plan, prepared.facts, assembly.root, assembly.trainable, args.device)
+        tell(plan, args, noted)
         executor = prepared.place()
     except BaseException:
         prepared.abandon()
@@ -168,11 +175,17 @@ def _beside_the_student(
         request.student,
         request.objective.teacher_taps,
         probe_inputs(teacher, example, "teacher"),
+        example=example,
+        rows=_rows(request),
         device=request.args.device,
         sharded=request.args.teacher_placement == "sharded",
         prepare=request.prepare_teacher,
         autocast=autocast_dtype(request.args),
     )
+
+
+def _rows(request: Request) -> int:
+    return rows_of_a_batch(request.args, request.train_dataset, request.eval_dataset)
 
 
 def _dedicated(request: Request, example: Mapping[str, Any] | None) -> PreparedTeacher:
@@ -188,6 +201,7 @@ def _dedicated(request: Request, example: Mapping[str, Any] | None) -> PreparedT
         require_split_done(args.teacher_placement),
         taps,
         example=example,
+        rows=_rows(request),
         autocast=autocast_dtype(args),
         timeout=args.teacher_timeout,
         load_timeout=args.teacher_load_timeout,

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from silverspoon_kd.distributed import Plan, TeacherPlacement, resolve_plan
-from silverspoon_kd.distributed.plan import STUDENT_MODES, resolve_distiller
+from silverspoon_kd.distributed.plan import STUDENT_MODES, DeviceMemory, resolve_distiller
 from silverspoon_kd.distributed.split_gpu import Split
 from silverspoon_kd.errors import ConfigurationError, PlacementError
 
@@ -15,6 +15,10 @@ KINDS = ("blockwise", "holistic", "response_based")
 STRATEGIES = ("pp", "tp", "sharded")
 PLACEMENTS = ("replicated", "sharded", *(TeacherPlacement([0, 1], strategy) for strategy in STRATEGIES))
 SPLIT = Split("cuda", student_ids=(2, 3), teacher_ids=(0, 1))
+MEMORY = (
+    DeviceMemory("cuda:2", (("weights", 3 << 30), ("gathered", 0), ("forward", 5 << 19), ("signals", 100)), 8 << 30),
+    DeviceMemory("each rank", (("student's weights", 1536), ("forward", None))),
+)
 MATRIX = list(itertools.product(KINDS, PLACEMENTS, STUDENT_MODES, (1, 2, 3, 4), (1, 2), (None, True, False), (0, 1, 3)))
 
 
@@ -58,6 +62,13 @@ def test_every_combination_has_a_plan_or_one_sentence():
         assert plan.lookahead == (lookahead if plan.overlap else 0)
         assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()
         assert plan.table()
+        known = plan.with_memory(MEMORY)
+        assert known.memory == MEMORY and plan.memory == ()
+        assert (known.refusal, known.notes, known.overlap) == (plan.refusal, plan.notes, plan.overlap)
+        assert json.loads(json.dumps(known.to_dict())) == known.to_dict()
+        assert [line.split() for line in plan.table().splitlines()] == [
+            line.split() for line in known.table().splitlines() if not line.startswith("memory")
+        ]
         seen.add((kind, plan.teacher, mode, plan.overlap) if runs else None)
     assert len(seen - {None}) == len(KINDS) * (5 * len(STUDENT_MODES) - 1) * 2  # a sharded teacher needs two ranks
 
@@ -185,6 +196,34 @@ def test_table():
         "student    single, 1 rank on 1 node",
         "overlap    off",
     ]
+
+
+def test_memory_in_the_table():
+    plan = resolve_plan(distiller="bkd").with_memory(MEMORY)
+    assert str(plan).splitlines() == [
+        "distiller         blockwise",
+        "teacher           replicated, 1 copy",
+        "student           single, 1 rank on 1 node",
+        "overlap           off",
+        "memory cuda:2     3.00 GiB: weights 3.00 GiB, forward 2.50 MiB, signals 100 B",
+        "memory each rank  at least 1.50 KiB: student's weights 1.50 KiB, forward not known",
+    ]
+    assert plan.to_dict()["memory"][1] == {
+        "place": "each rank",
+        "total": 1536,
+        "parts": {"student's weights": 1536, "forward": None},
+        "capacity": None,
+    }
+    assert resolve_plan(distiller="bkd").to_dict()["memory"] == []
+
+
+def test_a_device_that_has_less_than_it_will_need_is_noted():
+    parts = (("weights", 5 << 30), ("forward", 1 << 30))
+    fits = [DeviceMemory("cuda:0", parts, size) for size in (6 << 30, None)]
+    assert resolve_plan(distiller="bkd").with_memory(fits).notes == ()
+    (note,) = resolve_plan(distiller="bkd").with_memory([*fits, DeviceMemory("cuda:1", parts, (6 << 30) - 1)]).notes
+    assert note.startswith("cuda:1 will need 6.00 GiB, but has 6.00 GiB; most of it is weights")
+    assert note.endswith(".") and "\n" not in note and ". " not in note
 
 
 def test_plan_is_frozen_and_comparable():

@@ -186,8 +186,8 @@ def test_b_12_a_quantised_teacher_is_neither_moved_nor_cast(kind, tmp_path, monk
 def test_b_12_a_quantised_teacher_cannot_be_sharded():
     teacher = quantised()
     freeze_teacher(teacher)
-    with pytest.raises(PlacementError, match="quantised teacher Qwen3ForCausalLM cannot be sharded"):
-        shard_frozen(teacher, mesh=None)
+    with pytest.raises(PlacementError, match="of the quantised teacher Qwen3ForCausalLM cannot be divided"):
+        shard_frozen(teacher, mesh=None, device=None)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "bloom"])

@@ -76,4 +76,4 @@ def test_quantised_teachers_are_refused():
     model = Stack()
     model.is_quantized = True
     with pytest.raises(PlacementError, match="quantised"):
-        shard_frozen(model, mesh=None)
+        shard_frozen(model, mesh=None, device=None)

@@ -17,6 +17,7 @@ from silverspoon_kd.teacher.facts import facts_of
 from silverspoon_kd.teacher.sharding import free_gathered
 from silverspoon_kd.teacher.world.codec import decode
 from silverspoon_kd.teacher.world.link import Link, Message, dtype_name
+from silverspoon_kd.teacher.world.needs import WorldMemory
 from silverspoon_kd.teacher.world.reports import Report, ReportedError, report_of
 from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.teacher.world.strategies import build_teacher
@@ -55,6 +56,7 @@ class Server:
         if self._spec.strategy == "tp" and self._size > 1:
             self._check_whole()
         if self._rank == 0:
+            facts["memory"] = self._memory.told(self._teacher)
             self._store.set("hello", json.dumps(facts))
         students = self._spec.num_students
         limit = self._spec.load_timeout
@@ -81,6 +83,7 @@ class Server:
             ]
             facts.update(columns=found.columns, vocab_size=found.vocab_size, shifts_labels=found.shifts_labels)
             facts["class"] = found.class_name
+            self._memory = WorldMemory(teacher, self._spec, self._rank, self._taps, self._trace)
 
         return describe
 

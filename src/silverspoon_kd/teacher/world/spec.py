@@ -24,10 +24,11 @@ class WorldSpec:
         wrap_cls: for "sharded".
         autocast: dtype of mixed precision.
         num_students: student ranks of this node.
-        example: keyword arguments of a tiny forward, where the model's config says too little.
+        example: a batch of one row, where the model's config says too little and to foresee how much memory is needed.
         timeout: longest wait for an activation, in seconds.
         load_timeout: longest wait for the teacher to be loaded, in seconds.
         search_path: the starting process's ``sys.path``.
+        rows: of a batch of the run.
     """
 
     source: str | Callable[[], nn.Module] | nn.Module
@@ -43,6 +44,7 @@ class WorldSpec:
     timeout: float
     load_timeout: float
     search_path: tuple[str, ...]
+    rows: int = 1
 
     @property
     def num_processes(self) -> int:

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from silverspoon_kd.capture import base_of
 from silverspoon_kd.errors import PlacementError, TeacherError
-from silverspoon_kd.teacher.hygiene import freeze_teacher, is_self_placed
+from silverspoon_kd.teacher.hygiene import check_not_quantised, freeze_teacher, is_self_placed
 from silverspoon_kd.teacher.loading import describe_model, load_model
 from silverspoon_kd.teacher.sharding import shard_frozen
 from silverspoon_kd.teacher.world.pipeline import pipeline_map
@@ -19,6 +19,9 @@ from silverspoon_kd.teacher.world.spec import WorldSpec
 
 def build_teacher(spec: WorldSpec, rank: int, describe: Callable[[nn.Module], None]) -> nn.Module:
     """Load, freeze and spread the teacher as process ``rank`` of its world; ``describe`` sees it while it is whole."""
+    if spec.device_type != "cpu":
+        # Sharding asks for the current device, which would be the student's.
+        torch.accelerator.set_device_index(spec.devices[rank])
     teacher = load_model(spec.source, "teacher")
     freeze_teacher(teacher)
     describe(teacher)
@@ -40,27 +43,31 @@ def place_pipeline(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
 
 def place_tensor(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
     """Split weights over one process a device, by the model's own tensor-parallel plan."""
-    check_tensor_plan(teacher, len(spec.devices))
-    teacher = teacher.to(_device(spec, rank))
+    check_source(teacher, "tp", len(spec.devices))
+    device = _device(spec, rank)
     if len(spec.devices) == 1:
-        return teacher
+        return teacher.to(device)
     base: Any = base_of(teacher)
     mesh = init_device_mesh(spec.device_type, (len(spec.devices),))
     if _has_torch_styles(base):
-        parallelize_module(base, mesh, base._tp_plan)
+        parallelize_module(base.to(device), mesh, base._tp_plan)
     else:
-        _apply_named_styles(base, mesh)
-    return teacher
+        _apply_named_styles(base, mesh, device)
+    return teacher.to(device)
 
 
-def _apply_named_styles(base: Any, mesh: DeviceMesh) -> None:
+def _apply_named_styles(base: Any, mesh: DeviceMesh, device: torch.device) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan = dict(base._expand_parallel_plan(base.tp_plan))
     tied = _tied_head(base)
     if tied:
         plan = {name: style for name, style in plan.items() if not name.startswith("lm_head")}
-    apply_tensor_parallelism(base, mesh, plan)
+    modules = dict(base.named_modules())
+    for name, style in plan.items():
+        # One by one: the device need not have room for the whole teacher.
+        modules[name if name in modules else name.rpartition(".")[0]].to(device)
+        apply_tensor_parallelism(base, mesh, {name: style})
     if tied:
         base.lm_head.weight = base.get_input_embeddings().weight
 
@@ -74,8 +81,10 @@ def check_source(source: nn.Module | str | Callable[[], nn.Module], strategy: st
     """Refuse, before anything is loaded, what cannot be split; what a callable will build is not known yet.
 
     Raises:
-        PlacementError: as :func:`check_tensor_plan`.
+        PlacementError: as :func:`check_tensor_plan`, or the weights are quantised.
     """
+    if strategy != "pp" and num_devices > 1:
+        check_not_quantised(source, f"strategy={strategy!r}")
     if strategy != "tp":
         return
     if isinstance(source, nn.Module):
@@ -119,10 +128,11 @@ def place_sharded(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
     """Shard every weight over one process a device."""
     if is_self_placed(teacher):
         raise TeacherError(f"The teacher {type(teacher).__name__} places itself (device_map, quantised): use 'pp'.")
-    teacher = teacher.to(_device(spec, rank))
+    device = _device(spec, rank)
     if len(spec.devices) == 1:
-        return teacher
-    return shard_frozen(teacher, init_device_mesh(spec.device_type, (len(spec.devices),)), spec.wrap_cls)
+        return teacher.to(device)
+    mesh = init_device_mesh(spec.device_type, (len(spec.devices),))
+    return shard_frozen(teacher, mesh, device, spec.wrap_cls)
 
 
 def _device(spec: WorldSpec, rank: int) -> torch.device:
