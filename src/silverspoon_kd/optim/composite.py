@@ -166,14 +166,18 @@ class CompositeOptimizer(Optimizer):
 
 
 @torch.no_grad()
-def fill_state(optimizer: Optimizer) -> None:
-    """Give the parameters of every member their state, with a step that changes nothing.
+def fill_state(optimizer: Optimizer) -> bool:
+    """Give every parameter its state, with a step that changes nothing.
 
     Sharded loading of torch needs the state as a template, and makes it only for an optimizer that has none at all: one
-    member (Adagrad) has it from the start.
+    member of several (Adagrad) has it from the start.
+
+    Returns:
+        Whether there is any: plain SGD keeps none.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    for member in inner.optimizers if isinstance(inner, CompositeOptimizer) else ():
+    members = inner.optimizers if isinstance(inner, CompositeOptimizer) else [inner]
+    for member in members:
         if member.state:
             continue
         rates = [group["lr"] for group in member.param_groups]
@@ -185,6 +189,7 @@ def fill_state(optimizer: Optimizer) -> None:
         member.zero_grad(set_to_none=True)
         for group, rate in zip(member.param_groups, rates, strict=True):
             group["lr"] = rate
+    return any(values for member in members for values in member.state.values())
 
 
 def check_saved_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,11 @@ class SavingTrainer(transformers.Trainer, abc.ABC):
         if self.plan.student_mode != "fsdp" or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        fill_state(self.optimizer)
-        load_fsdp_optimizer(self.accelerator.state.fsdp_plugin, self.accelerator, self.optimizer, self.root, checkpoint)
+        if fill_state(self.optimizer) or self._saves_shards:
+            plugin = self.accelerator.state.fsdp_plugin
+            load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.root, checkpoint)
+        else:  # torch cannot load an optimizer without state
+            saved = torch.load(os.path.join(checkpoint, "optimizer.bin"), weights_only=True)["param_groups"]
+            for group, values in zip(self.optimizer.param_groups, saved, strict=True):
+                group.update({key: value for key, value in values.items() if key != "params"})
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True))
