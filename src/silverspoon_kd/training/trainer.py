@@ -1,7 +1,7 @@
 """The Trainer that distils: thin overrides around one wrapped forward."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from silverspoon_kd.training.collate import DictCollator
 from silverspoon_kd.training.columns import Prepare
 from silverspoon_kd.training.fsdp import release_gathered, shard_student, sharding_enabled
 from silverspoon_kd.training.instruments import make_instruments
+from silverspoon_kd.training.lookahead import Lookahead
 from silverspoon_kd.training.metrics import RunningMeans, evaluation_logs, not_finite, own_part, own_rows, step_logs
 from silverspoon_kd.training.run_arguments import refuse_arguments, run_arguments, step_options
 from silverspoon_kd.training.saving import SavingTrainer
@@ -56,6 +57,9 @@ class DistillationTrainer(SavingTrainer):
     lr_scheduler: Any
     data_collator: Any
     _signature_columns: Any
+    # By alignment: gradient norms and learning rates of the last step.
+    _norms: dict[str, Tensor]
+    _rates: dict[str, Any]
 
     def __init__(
         self,
@@ -76,8 +80,7 @@ class DistillationTrainer(SavingTrainer):
         self._given_args = given or args
         self._wants_predictions, self._first_step_checked = True, False
         self._step_values, self._eval_values, self._num_steps = RunningMeans(), RunningMeans(), 0
-        self._norms: dict[str, Tensor] = {}
-        self._rates: dict[str, Any] = {}
+        self._norms, self._rates = {}, {}
         self._objective, self._prepare_student, self.student_model = objective, prepare_student_inputs, student_model
         request = Request(
             student=student_model,
@@ -99,6 +102,7 @@ class DistillationTrainer(SavingTrainer):
             on_error.callback(setup.executor.close)
             self.plan, self._labels, self._trainable = setup.plan, setup.labels, setup.trainable
             self.root, self.teacher, self._executor = setup.root, setup.teacher, setup.executor
+            self._ahead = Lookahead(setup.executor, setup.plan.lookahead)
             args.remove_unused_columns = setup.columns is not None
             super().__init__(
                 model=self.root,
@@ -138,8 +142,11 @@ class DistillationTrainer(SavingTrainer):
         batch = self._student_batch(inputs)
         counts = num_items_in_batch if training else None
         counts = counts or self._count([inputs], self.args.device, over_ranks=training)
-        run = self._executor.start(inputs)
+        run = self._ahead.run_of(inputs) if training else self._executor.start(inputs)
         try:
+            if not self.plan.overlap:
+                for tap in self._objective.teacher_taps:
+                    run.take(tap)
             with self.accelerator.autocast():
                 result = model(batch, run, counts, want_output=return_outputs and self._wants_predictions)
         finally:
@@ -148,6 +155,15 @@ class DistillationTrainer(SavingTrainer):
         loss = result.pop("loss")
         result.pop("parts")
         return (loss, {"loss": loss, **result}) if return_outputs else loss
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Counts | None]:
+        """Return the micro-batches of a step and their counts; with overlap the teacher starts on later ones too."""
+        left = self.state.max_steps - self.state.global_step
+        per_step = self.args.gradient_accumulation_steps
+        batches = self._ahead.next_batches(epoch_iterator, num_batches, per_step, left)
+        return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Counts | None:
         return self._count(batch_samples, device) if batch_samples else None
@@ -278,6 +294,7 @@ class DistillationTrainer(SavingTrainer):
                 self._executor.leave(error)
             finally:
                 self.is_in_train = False
+                self._ahead.drain()
                 self.root.release()
                 for instrument in self._instruments:
                     instrument.stop()
