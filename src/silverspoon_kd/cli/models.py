@@ -106,11 +106,10 @@ def build_student(source: StudentSource, teacher: nn.Module) -> nn.Module:
     """
     if source.path is not None:
         return load_causal_lm(source.path)
-    kept = _kept_layers(source, len(teacher.get_submodule(decoder_layers(teacher, "teacher"))))  # type: ignore[arg-type]
+    total = len(teacher.get_submodule(decoder_layers(teacher, "teacher")))  # type: ignore[arg-type]
+    depth, layers = _kept_layers(source, total)
     with tempfile.TemporaryDirectory(prefix="student-") as scratch:
-        return reconfig_model(
-            teacher, scratch, {"num_hidden_layers": len(kept)}, copy_matching_weights=True, layers=kept
-        )
+        return reconfig_model(teacher, scratch, {"num_hidden_layers": depth}, copy_matching_weights=True, layers=layers)
 
 
 def decoder_layers(model: nn.Module, role: str) -> str:
@@ -142,22 +141,18 @@ def resolve_modules(modules: str | Sequence[str] | dict[str, str], teacher: nn.M
     return {re.escape(f"{above}.{t}"): f"{below}.{s}" for t, s in pairs.items()}
 
 
-def _kept_layers(source: StudentSource, total: int) -> list[int]:
+def _kept_layers(source: StudentSource, total: int) -> tuple[int, list[int] | str]:
+    """Return how many of the teacher's layers the student has, and which, as ``reconfig_model`` takes them."""
     layers = source.layers
     if isinstance(layers, list):
         if not layers or any(not 0 <= layer < total for layer in layers):
             raise ConfigurationError(
                 f"student.layers={layers} are not layers of the teacher, numbered 0 to {total - 1}."
             )
-        return layers
+        return len(layers), layers
     if layers is None or not 0 < layers <= total:
         raise ConfigurationError(f"student.layers={layers} is not between 1 and the teacher's {total} layers.")
-    if source.choose == "even":
-        # From the first to the last: without the first layer the others never see what they are used to, without the
-        # last one the head does not.
-        steps = max(layers - 1, 1)
-        return [(2 * number * (total - 1) + steps) // (2 * steps) for number in range(layers)]
-    return list(range(layers)) if source.choose == "first" else list(range(total - layers, total))
+    return layers, source.choose
 
 
 def _package_folder(package: str) -> Path:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from silverspoon_kd.alignment.layer_map import layer_map
 from silverspoon_kd.errors import ConfigurationError
 from silverspoon_kd.model_tools.configs import (
     build_like,
@@ -49,7 +48,7 @@ def reconfig_model(
             freshly initialised.
         freeze_copied_weights: Freeze what was copied.
         layers: Which layers of ``model`` become layers 0..n-1 of the new one, also in per-layer lists of the config:
-            indices, "even" (the last layer of each of n equal parts), "first" or "last". None: the first.
+            indices, or a choice of :func:`kept_layers`. None: the first.
 
     Raises:
         ConfigurationError: An unknown field, values that do not fit together, layers that do not exist.
@@ -71,6 +70,30 @@ def reconfig_model(
     return built
 
 
+def kept_layers(depth: int, wanted: int, choose: str) -> list[int]:
+    """Return which layers of a model a shallower one keeps.
+
+    Args:
+        depth: Number of layers of the model.
+        wanted: Number of layers to keep.
+        choose: "even" (evenly spaced from the first to the last; of a single one, the first), "first" or "last".
+
+    Raises:
+        ConfigurationError: The choice is unknown, or there are not so many layers.
+    """
+    if choose not in _CHOICES:
+        raise ConfigurationError(f"layers={choose!r} is unknown. Use {', '.join(map(repr, _CHOICES))} or indices.")
+    if not 0 < wanted <= depth:
+        raise ConfigurationError(
+            f"layers={choose!r} cannot choose {wanted} of {depth} layers. Give one index for each new layer."
+        )
+    if choose == "even":
+        # Without the first layer the others never see what they are used to, without the last one the head does not.
+        steps = max(wanted - 1, 1)
+        return [(2 * number * (depth - 1) + steps) // (2 * steps) for number in range(wanted)]
+    return list(range(wanted)) if choose == "first" else list(range(depth - wanted, depth))
+
+
 def _source_layers(
     model: PreTrainedModel, diff: Mapping[str, Any], layers: Sequence[int] | str | None
 ) -> list[int] | None:
@@ -87,9 +110,7 @@ def _source_layers(
     if layers is None:
         return None if wanted >= depth else list(range(wanted))
     if isinstance(layers, str):
-        if layers not in _CHOICES:
-            raise ConfigurationError(f"layers={layers!r} is unknown. Use {', '.join(map(repr, _CHOICES))} or indices.")
-        return sorted(layer_map(depth, wanted, layers))
+        return kept_layers(depth, wanted, layers)
     chosen = list(layers)
     if len(chosen) != wanted or any(not isinstance(i, int) or not 0 <= i < depth for i in chosen):
         raise ConfigurationError(

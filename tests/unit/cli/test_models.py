@@ -49,10 +49,6 @@ def test_a_student_has_the_chosen_layers_and_everything_else(source, kept):
     assert not {p.data_ptr() for p in student.parameters()} & {p.data_ptr() for p in teacher.parameters()}
 
 
-def test_even_layers_of_the_demo():
-    assert models._kept_layers(StudentSource(layers=10), 30) == [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]
-
-
 def test_tied_weights_stay_tied():
     student = models.build_student(StudentSource(layers=2), llama(layers=6, tie_word_embeddings=True))
     assert student.lm_head.weight is student.model.embed_tokens.weight

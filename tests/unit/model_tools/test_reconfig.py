@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from silverspoon_kd import reconfig_model
 from silverspoon_kd.errors import ConfigurationError
+from silverspoon_kd.model_tools.reconfig import kept_layers
 from support.more_models import gpt2, resnet
 from support.tiny import llama, qwen3
 
@@ -49,7 +52,7 @@ def test_copying_takes_what_has_the_same_name_and_shape(tmp_path):
         (None, [0, 1, 2]),
         ("first", [0, 1, 2]),
         ("last", [6, 7, 8]),
-        ("even", [2, 5, 8]),
+        ("even", [0, 4, 8]),
         ([8, 0, 4], [8, 0, 4]),
     ],
 )
@@ -68,11 +71,20 @@ def test_chosen_layers_are_copied_in_order(tmp_path, layers, expected):
     torch.testing.assert_close(student(IDS).logits, teacher(IDS).logits)
 
 
+@pytest.mark.parametrize("depth", range(2, 34))
+def test_even_layers_reach_from_the_first_to_the_last_with_equal_gaps(depth):
+    for wanted in range(2, depth + 1):
+        kept = kept_layers(depth, wanted, "even")
+        gaps = {after - before for before, after in itertools.pairwise(kept)}
+        assert (len(kept), kept[0], kept[-1]) == (wanted, 0, depth - 1)
+        assert min(gaps) >= 1 and max(gaps) - min(gaps) <= 1
+
+
 def test_thirty_layers_to_ten_with_their_kinds(tmp_path):
     kinds = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(30)]
     teacher = qwen3(layers=30, hidden=8, layer_types=kinds, sliding_window=4, use_sliding_window=True)
     student = reconfig_model(teacher, tmp_path, {"num_hidden_layers": 10}, True, layers="even")
-    chosen = [2, 5, 8, 11, 14, 17, 20, 23, 26, 29]
+    chosen = [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]
     assert student.config.layer_types == [kinds[index] for index in chosen]
     assert AutoConfig.from_pretrained(tmp_path).layer_types == student.config.layer_types
     for layer, index in zip(student.model.layers, chosen, strict=True):
@@ -134,7 +146,7 @@ def test_tied_weights_stay_tied_and_freeze_once(tmp_path):
         ({"diff": {"num_hidden_layers": 2}, "layers": "middle"}, "'middle' is unknown"),
         ({"diff": {"num_hidden_layers": 2}, "layers": [0]}, "one index for each new layer"),
         ({"diff": {"num_hidden_layers": 2}, "layers": [0, 9]}, "layers 0 to 3"),
-        ({"diff": {"num_hidden_layers": 9}, "layers": "even"}, "not more than its teacher"),
+        ({"diff": {"num_hidden_layers": 9}, "layers": "even"}, "cannot choose 9 of 4 layers"),
         ({"diff": {"num_hidden_layers": "two"}}, "refuses the changed fields|cannot be built"),
     ],
 )
