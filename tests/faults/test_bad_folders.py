@@ -134,7 +134,7 @@ def test_i_03_checkpoint_of_another_distiller(copied):
 
 def test_student_of_another_shape(copied):
     distiller = holistic(copied, qwen3(0), qwen3(1, hidden=16, intermediate_size=48))
-    match = r"do not fit this student.*another shape.*model.layers.0.mlp"
+    match = r"not those of this Qwen3ForCausalLM: 'model.layers.0.mlp.*' is \[16, 32\] there and \[16, 48\] here"
     refuse(CheckpointError, match, distiller, str(copied / "checkpoint-4"))
 
 

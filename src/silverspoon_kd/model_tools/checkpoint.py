@@ -1,25 +1,14 @@
 """Read a student and its projectors from a checkpoint. Nothing is unpickled: safetensors and JSON only."""
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
-from silverspoon_kd.errors import CheckpointError, ConfigurationError, near_names
+from silverspoon_kd.errors import CheckpointError, ConfigurationError
 from silverspoon_kd.projectors import build_projector
-
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-PROJECTORS_FILE = "projectors.safetensors"
-DISTILLATION_FILE = "distillation.json"
-FORMAT = 1
+from silverspoon_kd.saved import FORMAT, PROJECTORS_FILE, STATE_FILE, load_student, read_json, read_tensors
 
 _SIDES = ("input", "output")
 
@@ -29,8 +18,9 @@ def load_student_weights_from_checkpoint(student: nn.Module, checkpoint_dir: str
 
     Args:
         student: Changed in place; it must have the architecture and the sizes of the saved one. Its dtype and device
-            stay.
-        checkpoint_dir: A folder with ``model.safetensors``, or with its shards and ``model.safetensors.index.json``.
+            stay. A PEFT student gets the weights of its active adapter.
+        checkpoint_dir: A folder with ``model.safetensors``, or with its shards and ``model.safetensors.index.json``, or
+            with ``adapter_model.safetensors``.
 
     Returns:
         ``student``.
@@ -38,21 +28,7 @@ def load_student_weights_from_checkpoint(student: nn.Module, checkpoint_dir: str
     Raises:
         CheckpointError: A file is missing or truncated, or the weights are those of another model.
     """
-    folder = _folder(checkpoint_dir)
-    shards = _shards(folder)
-    if isinstance(student, PreTrainedModel):
-        state = _read_as_transformers_does(student, folder)
-    else:
-        with _readable(folder):
-            state = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
-        _check_names(student, state, folder)
-    try:
-        student.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"The weights in {folder} do not fit {type(student).__name__}: {error} Build the student with the sizes of "
-            "the saved one."
-        ) from error
+    load_student(_folder(checkpoint_dir), student)
     return student
 
 
@@ -94,83 +70,14 @@ def _folder(checkpoint_dir: str | Path) -> Path:
     return folder
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The weight files, each of them checked to be complete."""
-    names = [WEIGHTS_FILE]
-    if (folder / INDEX_FILE).is_file():
-        weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map, so it is not the index of a checkpoint.")
-        names = sorted(set(weight_map.values()))
-    for name in names:
-        if not (folder / name).is_file():
-            present = sorted(path.name for path in folder.iterdir())
-            raise CheckpointError(
-                f"{folder} has no {name}; it has {present}. Save with safetensors, and copy the whole folder."
-            )
-        with _readable(folder / name), safe_open(folder / name, framework="pt"):
-            pass
-    return [folder / name for name in names]
-
-
-def _read_as_transformers_does(student: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-    """Read with ``from_pretrained``: it knows the architectures whose saved names differ from those in memory."""
-    try:
-        loaded, report = type(student).from_pretrained(
-            folder,
-            config=type(student.config).from_dict(student.config.to_dict()),
-            dtype=student.dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The weights in {folder} cannot be read into {type(student).__name__}: {error}"
-        ) from error
-    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has the unknown")):
-        names = sorted(report[key])
-        if names:
-            raise _foreign(student, folder, f"it {what} {_few(names)}{near_names(names[0], student.state_dict())}")
-    mismatched = sorted(report["mismatched_keys"])
-    if mismatched:
-        name, saved, here = mismatched[0]
-        raise _foreign(student, folder, f"{name!r} is {list(saved)} there and {list(here)} here")
-    return loaded.state_dict()
-
-
-def _check_names(student: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    expected = student.state_dict()
-    # Of tied tensors only one name is saved.
-    stored = {expected[name].data_ptr() for name in state if name in expected}
-    missing = [name for name, tensor in expected.items() if name not in state and tensor.data_ptr() not in stored]
-    unknown = [name for name in state if name not in expected]
-    if missing:
-        raise _foreign(student, folder, f"it lacks {_few(missing)}")
-    if unknown:
-        raise _foreign(student, folder, f"it has the unknown {_few(unknown)}{near_names(unknown[0], expected)}")
-
-
-def _foreign(student: nn.Module, folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"The weights in {folder} are not those of this {type(student).__name__}: {reason}. Build the student as it "
-        "was when it was saved."
-    )
-
-
-def _few(names: list[str]) -> str:
-    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
 def _read_projectors(folder: Path) -> dict[str, dict[str, nn.Module | None]]:
-    path = folder / DISTILLATION_FILE
+    path = folder / STATE_FILE
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no {DISTILLATION_FILE}, so it was not saved by a distiller. Use "
+            f"{folder} has no {STATE_FILE}, so it was not saved by a distiller. Use "
             "load_student_weights_from_checkpoint for a plain model."
         )
-    record = _read_json(path)
+    record = read_json(path)
     if record.get("format") != FORMAT or not isinstance(record.get("alignments"), list):
         raise CheckpointError(
             f"{path} has format {record.get('format')!r}, but this version reads format {FORMAT}. Use the version that "
@@ -206,31 +113,9 @@ def _build(recipe: Any, where: str) -> nn.Module | None:
 
 def _fill(modules: nn.Module, path: Path) -> None:
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, but {DISTILLATION_FILE} lists projectors. Copy the whole folder.")
-    with _readable(path):
-        state = load_file(path)
+        raise CheckpointError(f"{path} is missing, but {STATE_FILE} lists projectors. Copy the whole folder.")
     try:
-        modules.load_state_dict(state, strict=True, assign=True)
+        modules.load_state_dict(read_tensors(path), strict=True, assign=True)
     except RuntimeError as error:
-        raise CheckpointError(f"{path} does not hold the projectors that {DISTILLATION_FILE} lists: {error}") from error
+        raise CheckpointError(f"{path} does not hold the projectors that {STATE_FILE} lists: {error}") from error
     modules.requires_grad_(True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no readable JSON file: {error}. It may be truncated; save again.") from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{path} holds a {type(record).__name__}, not an object. It is not from a checkpoint.")
-    return record
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} is no complete safetensors file ({error}). It may be truncated or still being written; save again."
-        ) from error

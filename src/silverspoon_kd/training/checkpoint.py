@@ -14,22 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from silverspoon_kd.capture import is_peft_model
 from silverspoon_kd.errors import CheckpointError
 from silverspoon_kd.objectives import Objective
 from silverspoon_kd.projectors import describe_projector
+from silverspoon_kd.saved import FORMAT, PROJECTORS_FILE, STATE_FILE, WEIGHTS_FILE, load_student, read_tensors
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-STATE_FILE = "distillation.json"
-PROJECTORS_FILE = "projectors.safetensors"
-WEIGHTS_FILE = "model.safetensors"
 
 
 def save_weights(
@@ -198,28 +192,8 @@ def load_weights(folder: Path, student: nn.Module, projectors: nn.ModuleList) ->
         CheckpointError: weights are missing, of another shape or damaged.
     """
     loaded = _projector_weights(folder, projectors)
-    _load_student(folder, student)
+    load_student(folder, student, as_sharded)
     projectors.load_state_dict(as_sharded(loaded, projectors.state_dict()))
-
-
-def _load_student(folder: Path, student: nn.Module) -> None:
-    if is_peft_model(student):
-        _load_adapter(folder, student)
-        return
-    weights = _read_weights(folder)
-    own = student.state_dict()
-    if not weights.keys() <= own.keys() and callable(getattr(student, "save_pretrained", None)):
-        # Some architectures are saved under other names than they have in memory.
-        weights = type(student).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
-    loaded = {_place(own[name]) for name in weights if name in own}
-    missing = [name for name, tensor in own.items() if name not in weights and _place(tensor) not in loaded]
-    strange = [name for name in weights if name not in own or own[name].shape != weights[name].shape]
-    if missing or strange:
-        raise CheckpointError(
-            f"The weights in {folder} do not fit this student: missing {missing[:3]}, unknown or of another shape "
-            f"{strange[:3]}. Resume with the student of that run."
-        )
-    student.load_state_dict(as_sharded(weights, own), strict=False)
 
 
 def as_sharded(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -235,14 +209,10 @@ def as_sharded(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict
     return {name: like(name, tensor) for name, tensor in weights.items()}
 
 
-def _place(tensor: Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
-
-
 def _projector_weights(folder: Path, projectors: nn.ModuleList) -> dict[str, Tensor]:
     own = projectors.state_dict()
     path = folder / PROJECTORS_FILE
-    weights = _read(path) if path.is_file() else {}
+    weights = read_tensors(path) if path.is_file() else {}
     if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
         raise CheckpointError(
             f"The projectors in {folder} do not fit this run: it has {sorted(weights)[:4]}, this run {sorted(own)[:4]}."
@@ -250,36 +220,8 @@ def _projector_weights(folder: Path, projectors: nn.ModuleList) -> dict[str, Ten
     return weights
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged ({error}). Resume from an earlier checkpoint.") from error
-
-
 def _identity(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["name"], row["teacher_module"], row["student_module"]
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} holds no model.safetensors.")
-    weights: dict[str, Tensor] = {}
-    for path in files:
-        weights.update(_read(path))
-    return weights
-
-
-def _load_adapter(folder: Path, student: nn.Module) -> None:
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-    name = student.active_adapter
-    path = folder / ("" if name == "default" else str(name)) / "adapter_model.safetensors"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} holds no adapter_model.safetensors for the adapter {name!r}.")
-    weights = as_sharded(_read(path), get_peft_model_state_dict(student, adapter_name=name))
-    set_peft_model_state_dict(student, weights, adapter_name=name)
 
 
 def rotate(run_dir: Path, limit: int | None, newest: Path, best: str | None) -> None:

@@ -3,6 +3,7 @@ import pickle
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file, save_model
 from torch import nn
 
@@ -108,7 +109,7 @@ def test_plain_module_with_tied_weights(tmp_path):
     save_model(saved, str(tmp_path / "model.safetensors"))
     load_student_weights_from_checkpoint(student, tmp_path)
     assert _same(saved, student)
-    with pytest.raises(CheckpointError, match="size mismatch"):
+    with pytest.raises(CheckpointError, match=r"'one.bias' is \[3\] there and \[4\] here"):
         load_student_weights_from_checkpoint(_Tied(width=4), tmp_path)
     with pytest.raises(CheckpointError, match="it lacks '0.weight'"):
         load_student_weights_from_checkpoint(nn.Sequential(nn.Linear(3, 3)), tmp_path)
@@ -150,8 +151,30 @@ def test_missing_and_truncated_weights(tmp_path, build):
         with pytest.raises(CheckpointError, match="truncated"):
             load_student_weights_from_checkpoint(build(), tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}')
-    with pytest.raises(CheckpointError, match="no readable JSON"):
+    with pytest.raises(CheckpointError, match="index.json cannot be read.*may be truncated"):
         load_student_weights_from_checkpoint(build(), tmp_path)
+
+
+def _lora(seed, rank=4):
+    model = llama(1, layers=2)
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def test_adapters_of_a_lora_student(tmp_path):
+    saved, student = _lora(2), _lora(3)
+    assert not _same(saved, student)
+    saved.save_pretrained(tmp_path)
+    assert load_student_weights_from_checkpoint(student, tmp_path) is student
+    assert _same(saved, student)
+    other = _lora(3, rank=2)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"not those of this LlamaForCausalLM: '.*lora_A.* is \[4, 32\] there"):
+        load_student_weights_from_checkpoint(other, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors for the adapter 'default'"):
+        load_student_weights_from_checkpoint(student, tmp_path)
 
 
 class _Trap:
