@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from parity.by_reference import by_hand, named_losses, parameters
 from parity.cases import (
     LOCAL_MEANS,
     MOVED,
@@ -13,71 +14,21 @@ from parity.cases import (
     PARITY_CASES,
     RAGGED_LOCAL_MEANS,
     RANKS,
-    ParityRows,
     build_student,
     build_teacher,
 )
 from parity.runs import build, moved, relative, run, train
 from silverspoon_kd import create_alignments
-from support.reference import Pair, Recipe, distil
 
 EXACT = 1e-6
-LAYERS = (0, 2)
 BY_NAME = {case.name: case for case in PARITY_CASES}
-
-
-def linear(before, name):
-    """The projector of that name as it was before training, or None."""
-    weight, bias = before.get(f"{name}.weight"), before.get(f"{name}.bias")
-    if weight is None:
-        return None
-    layer = nn.Linear(weight.shape[1], weight.shape[0])
-    layer.load_state_dict({"weight": weight, "bias": bias})
-    return layer
-
-
-def by_hand(case, before, num_shares=1, **changes):
-    """What the reference makes of a case whose root began with the parameters ``before``."""
-    pairs = [
-        Pair(
-            layer,
-            layer,
-            weight=case.loss_weight,
-            input_projector=linear(before, f"projectors.{index}.input"),
-            output_projector=linear(before, f"projectors.{index}.output"),
-        )
-        for index, layer in enumerate(LAYERS)
-    ]
-    recipe = Recipe(
-        kind=case.distiller,
-        learning_rate=case.learning_rate,
-        pairs=pairs if case.distiller != "response" else (),
-        alpha=case.alpha,
-        num_shares=num_shares,
-        max_grad_norm=case.arguments.get("max_grad_norm", 0.0),
-    )
-    rows = ParityRows(4 * case.steps, equal=case.equal_rows).rows
-    steps = [rows[start : start + 4] for start in range(0, len(rows), 4)]
-    return distil(build_teacher(case), build_student(case), dataclasses.replace(recipe, **changes), steps)
-
-
-def parameters(result):
-    """The reference's parameters under the root's names."""
-    found = {f"student.{name}": each.detach() for name, each in result.student.named_parameters()}
-    for index, pair in enumerate(result.pairs):
-        for side, layer in (("input", pair.input_projector), ("output", pair.output_projector)):
-            own = layer.named_parameters() if layer is not None else ()
-            found |= {f"projectors.{index}.{side}.{name}": each.detach() for name, each in own}
-    return found
 
 
 def agree(outcome, result, exact=EXACT):
     assert moved(outcome) > MOVED
     assert relative(outcome.after, parameters(result)) < exact
-    assert len(outcome.losses) == len(result.losses)
-    for logged, wanted in zip(outcome.losses, result.losses, strict=True):
-        names = {name if name == "loss" else f"loss/{name}": value for name, value in wanted.items()}
-        assert logged == pytest.approx(names, rel=max(exact, EXACT))
+    for logged, wanted in zip(outcome.losses, named_losses(result), strict=True):
+        assert logged == pytest.approx(wanted, rel=max(exact, EXACT))
 
 
 @pytest.mark.parametrize("case", PARITY_CASES, ids=lambda case: case.name)
