@@ -81,18 +81,23 @@ NUMBERS = [
 
 
 def run_here(run: PlacedRun, folder: Path) -> Placed:
-    """Train on this rank: the batches of the ranks differ in length and, by rows that are all padding, in size."""
+    """Train on this rank."""
+    return trained(distiller_here(run, folder))
+
+
+def distiller_here(run: PlacedRun, folder: Path) -> Any:
+    """Make the distiller of this rank: batches of the ranks differ in length and, by rows of padding, in size."""
     rank = int(os.environ["RANK"])
     placement: Any = run.placement
     if run.devices:
         placement = TeacherPlacement(list(range(SLOTS - run.devices, SLOTS)), run.placement, device_type="cpu")
         setup_split_gpu(placement)
-    return _train(run, folder, BATCH, Collate(right=rank, empty_rows=rank), teacher_placement=placement)
+    return _distiller(run, folder, BATCH, Collate(right=rank, empty_rows=rank), teacher_placement=placement)
 
 
 def run_reference(run: PlacedRun, folder: Path) -> Placed:
     """Train in this process with the teacher in it and all rows of a step in one batch."""
-    return _train(run, folder, BATCH * run.ranks, Collate())
+    return trained(_distiller(run, folder, BATCH * run.ranks, Collate()))
 
 
 def path_of(folder: Path, run: PlacedRun, rank: int) -> Path:
@@ -110,8 +115,18 @@ def read(folder: Path, run: PlacedRun) -> list[Placed]:
     return [Placed(**torch.load(path_of(folder, run, rank), weights_only=True)) for rank in range(run.ranks)]
 
 
-def _train(run: PlacedRun, folder: Path, batch: int, collate: Collate, **changes: Any) -> Placed:
-    distiller = build(
+def trained(distiller: Any) -> Placed:
+    """Train and keep what is compared."""
+    before = _copies(distiller.root)
+    distiller.train()
+    distiller._executor.close()
+    logs = [entry for entry in distiller.state.log_history if "loss" in entry]
+    losses = [{key: value for key, value in entry.items() if key.startswith("loss")} for entry in logs]
+    return Placed(before, _copies(distiller.root), losses)
+
+
+def _distiller(run: PlacedRun, folder: Path, batch: int, collate: Collate, **changes: Any) -> Any:
+    return build(
         run.case,
         Layout(batch),
         folder,
@@ -122,12 +137,6 @@ def _train(run: PlacedRun, folder: Path, batch: int, collate: Collate, **changes
         accelerator_config={"even_batches": False},
         **changes,
     )
-    before = _copies(distiller.root)
-    distiller.train()
-    distiller._executor.close()
-    logs = [entry for entry in distiller.state.log_history if "loss" in entry]
-    losses = [{key: value for key, value in entry.items() if key.startswith("loss")} for entry in logs]
-    return Placed(before, _copies(distiller.root), losses)
 
 
 def _teacher(run: PlacedRun) -> nn.Module:

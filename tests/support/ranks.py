@@ -46,6 +46,7 @@ def started(
     log: Path,
     num_ranks: int = 2,
     variables: Mapping[str, str] | None = None,
+    rendezvous: Sequence[str] = ("--standalone",),
 ) -> Iterator[tuple[subprocess.Popen, str]]:
     """Run ``program`` meanwhile; yield the launcher and the mark of all its processes, and end what is left.
 
@@ -55,8 +56,9 @@ def started(
         log: where the output of all ranks goes.
         num_ranks: number of processes; 0: one without a launcher.
         variables: environment variables besides those of this process.
+        rendezvous: how the launcher finds those of other nodes.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"] if num_ranks else []
+    launcher = ["-m", "torch.distributed.run", *rendezvous, f"--nproc_per_node={num_ranks}"] if num_ranks else []
     command = [sys.executable, *launcher, str(program), *map(str, arguments)]
     mark = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(variables or {}), MARK: mark}

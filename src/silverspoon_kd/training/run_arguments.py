@@ -109,6 +109,7 @@ def run_plan(args: TrainingArguments, kind: str) -> Plan:
         split=split,
         student_mode=_student_mode(args),
         num_student_ranks=args.world_size,
+        num_nodes=_num_nodes(args.world_size),
         overlap=args.overlap_teacher_forward,
         lookahead=args.teacher_lookahead,
     )
@@ -121,6 +122,11 @@ def run_plan(args: TrainingArguments, kind: str) -> Plan:
             "FSDP. Leave deepspeed out."
         )
     return plan
+
+
+def _num_nodes(num_ranks: int) -> int:
+    """Return the number of nodes, which launchers tell by the ranks of one; without a launcher it is one."""
+    return max(num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), 1)
 
 
 def _student_mode(args: TrainingArguments) -> str:
