@@ -15,6 +15,7 @@ from silverspoon_kd.teacher.loading import describe_model, load_model
 from silverspoon_kd.teacher.sharding import shard_frozen
 from silverspoon_kd.teacher.world.pipeline import pipeline_map
 from silverspoon_kd.teacher.world.spec import WorldSpec
+from silverspoon_kd.versions import apply_tensor_plan
 
 
 def build_teacher(spec: WorldSpec, rank: int, describe: Callable[[nn.Module], None]) -> nn.Module:
@@ -57,17 +58,8 @@ def place_tensor(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
 
 
 def _apply_named_styles(base: Any, mesh: DeviceMesh, device: torch.device) -> None:
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    plan = dict(base._expand_parallel_plan(base.tp_plan))
     tied = _tied_head(base)
-    if tied:
-        plan = {name: style for name, style in plan.items() if not name.startswith("lm_head")}
-    modules = dict(base.named_modules())
-    for name, style in plan.items():
-        # One by one: the device need not have room for the whole teacher.
-        modules[name if name in modules else name.rpartition(".")[0]].to(device)
-        apply_tensor_parallelism(base, mesh, {name: style})
+    apply_tensor_plan(base, mesh, device, "lm_head" if tied else None)
     if tied:
         base.lm_head.weight = base.get_input_embeddings().weight
 
