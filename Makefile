@@ -7,8 +7,10 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Processes that run the tests of one process; tests that start ranks of their own run one after the other.
 WORKERS ?= 2
-# QUICK=1 gives the short form of the demo.
+# QUICK=1 gives the short form of the demo and of gpu-check.
 QUICK ?= 0
+# DEVICE=cpu runs the checks of gpu-check on the CPU.
+DEVICE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest
 OR_NONE := || [ $$? -eq 5 ]
 DEMO_CONFIG := examples/smollm2/$(if $(filter 1,$(QUICK)),quick,distill).yaml
 
-.PHONY: help venv check test test-fast demo format cases docs clean
+.PHONY: help venv check test test-fast demo gpu-check format cases docs clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -54,6 +56,9 @@ test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 
 demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form
 	HF_HUB_OFFLINE=1 $(BIN)/silverspoon-kd train $(DEMO_CONFIG)
+
+gpu-check: $(INSTALLED) ## Show on one GPU that the numbers are right; DEVICE=cpu does the same on the CPU, QUICK=1 less
+	$(BIN)/python benchmarks/gpu_check.py $(if $(DEVICE),--device $(DEVICE)) $(if $(filter 1,$(QUICK)),--quick)
 
 format: $(INSTALLED) ## Rewrite the sources in the project's format
 	$(BIN)/ruff format .
