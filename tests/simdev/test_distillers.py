@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from silverspoon_kd.teacher.inline import InlineExecutor, InlineRun
 from silverspoon_kd.teacher.world.strategies import pipeline_map
 from silverspoon_kd.tree import tensors_in
 from support.distil import KINDS, make, training_logs
@@ -160,3 +161,36 @@ def test_evaluation_on_a_device(sim, tmp_path, monkeypatch):
     values = {key for key in expected if "loss" in key}
     assert values and values == {key for key in found if "loss" in key}
     assert {key: found[key] for key in values} == pytest.approx({key: expected[key] for key in values}, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_j_01_overlap_on_a_stream_of_its_own(sim, kind, ahead, tmp_path, monkeypatch):
+    """Bit for bit the numbers without overlap, and nothing is read before it is written or freed while in use."""
+    sim.set_race_check(2)
+    plain = run(kind, tmp_path / "plain", monkeypatch, "sim:0", **ACCUMULATION)
+    given = {"prepare_teacher_inputs": lambda batch: {**batch, "input_ids": batch["input_ids"] + 0}}
+    options = {**ACCUMULATION, "overlap_teacher_forward": True, "teacher_lookahead": ahead, "given": given}
+    found = run(kind, tmp_path / "overlap", monkeypatch, "sim:0", **options)
+    assert found._executor._stream is not None
+    assert losses_of(found) == losses_of(plain)
+    assert distance(weights(found.root), weights(plain.root)) == 0
+    assert sim.races() == []
+
+
+def without_wait_for_the_teacher(monkeypatch):
+    monkeypatch.setattr(InlineRun, "take", lambda self, tap: self._values[tap])
+
+
+def without_wait_for_the_inputs(monkeypatch):
+    monkeypatch.setattr(InlineExecutor, "_move_to", lambda self, stream, inputs, stack: stack.enter_context(stream))
+
+
+@pytest.mark.parametrize("broken", [without_wait_for_the_teacher, without_wait_for_the_inputs])
+def test_j_02_a_missing_wait_would_be_noticed(sim, broken, tmp_path, monkeypatch):
+    sim.set_race_check(1)
+    broken(monkeypatch)
+    # The teacher's inputs are worked out on the student's stream.
+    given = {"prepare_teacher_inputs": lambda batch: {**batch, "input_ids": batch["input_ids"] + 0}}
+    run("holistic", tmp_path, monkeypatch, "sim:0", overlap_teacher_forward=True, given=given)
+    assert sim.races() != []

@@ -171,7 +171,7 @@ NOTES = {
     "I-03": f"the part with ZeRO-2 {STUDENT}",
     **dict.fromkeys("D-02 D-03 D-05 D-06 D-07 D-08 D-09 D-10 D-11".split(), STUDENT),
     "D-12": f"whole runs come {STUDENT.removeprefix('comes ')}",
-    **dict.fromkeys("J-01 J-02 J-03 J-04".split(), SPEED),
+    **dict.fromkeys("J-03 J-04".split(), SPEED),
 }
 
 # The notes above that speak of a whole case; every other case needs a test.

@@ -19,19 +19,30 @@ from silverspoon_kd.teacher.facts import facts_of
 from silverspoon_kd.teacher.hygiene import adapters_off, freeze_teacher, is_self_placed, place_replicated, shares_base
 from silverspoon_kd.teacher.memory import forward_bytes, sharded_bytes, weight_bytes
 from silverspoon_kd.teacher.sharding import free_gathered, shard_frozen
+from silverspoon_kd.tree import tensors_in
 
 # Where the memory of a teacher beside the student is: on the device of each student rank.
 EACH_RANK = "each rank"
 
 
 class InlineRun(TeacherRun):
-    """A finished forward."""
+    """A finished forward, or one that is under way on a stream of its own.
 
-    def __init__(self, values: dict[Tap, Tensor]) -> None:
-        self._values = values
+    Args:
+        values: what was recorded.
+        done: comes after the forward on its stream; None: it is finished.
+    """
+
+    def __init__(self, values: dict[Tap, Tensor], done: torch.Event | None = None) -> None:
+        self._values, self._done = values, done
 
     def take(self, tap: Tap) -> Tensor:
-        return self._values[tap]
+        value = self._values[tap]
+        if self._done is not None and value.device.type != "cpu":
+            stream = torch.accelerator.current_stream(value.device)
+            stream.wait_event(self._done)
+            value.record_stream(stream)
+        return value
 
     def close(self) -> None:
         self._values = {}
@@ -47,6 +58,7 @@ class InlineExecutor(TeacherExecutor):
         prepare: maps the batch to the teacher's; None: the batch itself.
         autocast: the dtype of mixed precision, None without.
         around: a context for each forward, such as a PEFT student with its adapters off.
+        stream: where the forwards run; None: on the student's.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class InlineExecutor(TeacherExecutor):
         taps: Sequence[Tap],
         trace: Trace,
         *,
+        stream: torch.Stream | None = None,
         prepare: Callable[[Any], Mapping[str, Any]] | None = None,
         autocast: torch.dtype | None = None,
         around: Callable[[], AbstractContextManager] = nullcontext,
@@ -63,7 +76,7 @@ class InlineExecutor(TeacherExecutor):
         self.view = InputView(teacher, "teacher")
         self._taps, self._trace, self._prepare = taps, trace, prepare
         self._vocab_size = getattr(getattr(base_of(teacher), "config", None), "vocab_size", None)
-        self._autocast, self._around = autocast, around
+        self._autocast, self._around, self._stream = autocast, around, stream
 
     def start(self, batch: Mapping[str, Any]) -> TeacherRun:
         inputs = self.view(self._prepare(dict(batch)) if self._prepare else batch)
@@ -72,6 +85,8 @@ class InlineExecutor(TeacherExecutor):
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._around())
             stack.callback(free_gathered, self.teacher)
+            if self._stream is not None:
+                self._move_to(self._stream, inputs, stack)
             if self._autocast is not None:
                 device = next((t.device.type for t in inputs.values() if isinstance(t, Tensor)), "cpu")
                 stack.enter_context(torch.autocast(device, dtype=self._autocast))
@@ -79,13 +94,22 @@ class InlineExecutor(TeacherExecutor):
                 self.teacher.eval()
             capture = Capture(self.teacher, self._taps, self._trace)
             capture.run(lambda: self.teacher(**inputs), may_stop=True)
-        return InlineRun({tap: value.detach() for tap, value in capture.values.items()})
+            done = None if self._stream is None else self._stream.record_event()
+        return InlineRun({tap: value.detach() for tap, value in capture.values.items()}, done)
 
     def leave(self, error: Exception) -> NoReturn:
         raise error
 
     def close(self) -> None:
         self._prepare = None
+
+    def _move_to(self, stream: torch.Stream, inputs: Mapping[str, Any], stack: ExitStack) -> None:
+        """Run what follows on ``stream``, after what has been started on the present one."""
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+        stack.enter_context(stream)
+        for tensor in tensors_in(inputs):
+            if tensor.device == stream.device:
+                tensor.record_stream(stream)
 
 
 class TeacherBesideStudent(PreparedTeacher):
@@ -100,6 +124,7 @@ class TeacherBesideStudent(PreparedTeacher):
         rows: of a batch of the run.
         device: of the student.
         sharded: spread the weights over all ranks.
+        overlap: on an accelerator its forwards run on a stream of their own.
         prepare: maps the batch to the teacher's; None: the batch itself.
         autocast: the dtype of mixed precision, None without.
 
@@ -118,6 +143,7 @@ class TeacherBesideStudent(PreparedTeacher):
         rows: int,
         device: torch.device,
         sharded: bool,
+        overlap: bool,
         prepare: Callable[[Any], Mapping[str, Any]] | None,
         autocast: torch.dtype | None,
     ) -> None:
@@ -129,7 +155,7 @@ class TeacherBesideStudent(PreparedTeacher):
             )
         self._teacher, self._student, self._taps = teacher, student, taps
         self._device, self._sharded, self._trace = device, sharded, Trace()
-        self._prepare, self._autocast = prepare, autocast
+        self._prepare, self._autocast, self._overlap = prepare, autocast, overlap
         facts = facts_of(teacher, taps, self._trace, inputs)
         self.facts = replace(facts, memory=(self._memory(example, rows),))
 
@@ -138,8 +164,9 @@ class TeacherBesideStudent(PreparedTeacher):
         if not self._own_base:
             freeze_teacher(self._teacher)
             model, around = self._placed(), nullcontext  # type: ignore[assignment]
+        stream = torch.Stream(self._device) if self._overlap and self._device.type != "cpu" else None
         return InlineExecutor(
-            model, self._taps, self._trace, prepare=self._prepare, autocast=self._autocast, around=around
+            model, self._taps, self._trace, prepare=self._prepare, autocast=self._autocast, around=around, stream=stream
         )
 
     def abandon(self) -> None:

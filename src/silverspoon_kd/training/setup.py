@@ -103,7 +103,10 @@ def set_up(request: Request) -> Setup:
     columns = used_columns(request.student, _columns_of(teacher), labels) if known else None
     examples = _examples(request, teacher, columns)
     bind_heads(None if dedicated else teacher, request.objective.alignments)
-    prepared = _dedicated(request, examples[1]) if dedicated else _beside_the_student(request, teacher, examples[1])
+    if dedicated:
+        prepared = _dedicated(request, examples[1])
+    else:
+        prepared = _beside_the_student(request, teacher, examples[1], overlap=plan.overlap)
     try:
         if request.prepare_teacher is None:
             check_vocabularies(request.student, prepared.facts.vocab_size)
@@ -167,7 +170,7 @@ def _examples(
 
 
 def _beside_the_student(
-    request: Request, teacher: nn.Module | None, example: Mapping[str, Any] | None
+    request: Request, teacher: nn.Module | None, example: Mapping[str, Any] | None, *, overlap: bool
 ) -> PreparedTeacher:
     assert teacher is not None, "a teacher beside the student is loaded by this process"
     return TeacherBesideStudent(
@@ -179,6 +182,7 @@ def _beside_the_student(
         rows=_rows(request),
         device=request.args.device,
         sharded=request.args.teacher_placement == "sharded",
+        overlap=overlap,
         prepare=request.prepare_teacher,
         autocast=autocast_dtype(request.args),
     )
