@@ -68,7 +68,7 @@ def rates(folder: Path) -> list[dict[str, float]]:
 
 
 def evaluated(kind: str, folder: Path, batch: int, n: int) -> dict[str, Any]:
-    """Metrics and predictions of a number of rows."""
+    """Metrics and predictions of a number of rows, with and without metrics of the user's own."""
     distiller = make(
         kind,
         folder,
@@ -78,8 +78,19 @@ def evaluated(kind: str, folder: Path, batch: int, n: int) -> dict[str, Any]:
         per_device_eval_batch_size=batch,
     )
     output = distiller.predict(Rows(n=n, seed=3))
-    metrics = {key: value for key, value in distiller.evaluate().items() if "loss" in key}
-    return {"metrics": metrics, "predictions": output.predictions.tolist(), "labels": output.label_ids.tolist()}
+    report = {"predictions": output.predictions.tolist(), "labels": output.label_ids.tolist()}
+    report["metrics"] = losses_of(distiller.evaluate(), "eval_")
+    report["with predictions"] = losses_of(output.metrics, "test_")
+    distiller.compute_metrics = lambda given: {"rows": len(given.predictions), "sum": float(given.label_ids.sum())}
+    metrics = distiller.evaluate()
+    report["with metrics"] = losses_of(metrics, "eval_")
+    report["own"] = [metrics["eval_rows"], metrics["eval_sum"]]
+    return report
+
+
+def losses_of(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    """The losses, whatever the data set is called."""
+    return {key.removeprefix(prefix): value for key, value in metrics.items() if "loss" in key}
 
 
 def resumable(kind: str, folder: Path, seed: int) -> Any:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,13 +63,30 @@ def own_rows(rows: int, accelerator: Accelerator) -> int:
     return min(max(state.remainder - accelerator.process_index * rows, 0), rows)
 
 
-def own_part(batch: Any, accelerator: Accelerator) -> Any:
-    """Return a batch without the rows that only fill it up; a batch of nothing else stays, its loss is dropped."""
-    rows = find_batch_size(batch)
-    own = own_rows(rows or 0, accelerator)
+def own_part(batch: Any, accelerator: Accelerator) -> tuple[Any, Callable[[Any], Any]]:
+    """Leave out of a batch the rows that only fill it up, which must not count in its loss.
+
+    Returns:
+        The batch, and what gives its outputs the full number of rows again: all ranks must have the same to be
+        gathered, and ``gather_for_metrics`` drops what was added. A batch of nothing else stays as it is; the Trainer
+        drops its loss.
+    """
+    rows = find_batch_size(batch) or 0
+    own = own_rows(rows, accelerator)
     if own in (0, rows):
-        return batch
-    return map_tensors(lambda tensor: tensor[:own] if tensor.dim() > 0 and len(tensor) == rows else tensor, batch)
+        return batch, lambda outputs: outputs
+
+    def of_all(tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and len(tensor) == rows
+
+    def of_own(tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and len(tensor) == own
+
+    def fill(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor[-1:].expand(rows - own, *tensor.shape[1:])])
+
+    part = map_tensors(lambda tensor: tensor[:own] if of_all(tensor) else tensor, batch)
+    return part, partial(map_tensors, lambda tensor: fill(tensor) if of_own(tensor) else tensor)
 
 
 def evaluation_logs(values: Mapping[str, float], prefix: str) -> dict[str, float]:

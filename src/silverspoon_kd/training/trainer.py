@@ -316,10 +316,10 @@ class DistillationTrainer(SavingTrainer):
         """Evaluate one batch, with labels or without."""
         self.label_names = [name for name in self._labels if inputs.get(name) is not None]
         self._wants_predictions = not prediction_loss_only
-        if prediction_loss_only:
-            inputs = own_part(inputs, self.accelerator)
+        inputs, fill_up = own_part(inputs, self.accelerator)
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return loss, fill_up(logits), fill_up(labels)
         finally:
             self.label_names, self._wants_predictions = list(self._labels), True
 

@@ -78,7 +78,9 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(reports, tmp_path, kind, n
     """Also where the last batches are filled up with rows that were counted before."""
     alone = two_ranks.evaluated(kind, tmp_path, 2, n)
     found = reports[0]["evaluated"][f"{kind} {n}"]
-    assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+    for name in ("metrics", "with predictions", "with metrics"):
+        assert found[name] == pytest.approx(alone["metrics"], rel=1e-5), name
+    assert found["own"] == [n, sum(map(sum, alone["labels"]))]
     assert found["labels"] == alone["labels"]
     for own, other in zip(found["predictions"], alone["predictions"], strict=True):
         for left, right in zip(own, other, strict=True):
@@ -88,9 +90,9 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(reports, tmp_path, kind, n
 def test_terms_add_up_to_the_loss_for_every_number_of_rows(reports):
     for name, report in reports[0]["evaluated"].items():
         metrics = report["metrics"]
-        terms = sum(value for key, value in metrics.items() if key.startswith("eval_loss/"))
-        total = 0.75 * terms + 0.25 * metrics["eval_task_loss"]
-        assert metrics["eval_loss"] == pytest.approx(total, rel=1e-5), name
+        terms = sum(value for key, value in metrics.items() if key.startswith("loss/"))
+        total = 0.75 * terms + 0.25 * metrics["task_loss"]
+        assert metrics["loss"] == pytest.approx(total, rel=1e-5), name
 
 
 def test_both_ranks_refuse_together(reports):
