@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest
 OR_NONE := || [ $$? -eq 5 ]
 DEMO_CONFIG := examples/smollm2/$(if $(filter 1,$(QUICK)),quick,distill).yaml
 
-.PHONY: help venv check test test-fast demo gpu-check format cases docs clean
+.PHONY: help venv check test test-fast parity demo gpu-check format cases docs clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -53,6 +53,10 @@ test: $(INSTALLED) ## The whole test suite
 
 test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
+
+parity: $(INSTALLED) ## The whole table of student modes, distillers and placements, into docs/guide/conformance.md
+	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py $(PYTEST_ARGS)
+	@cat docs/guide/conformance.md
 
 demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form
 	HF_HUB_OFFLINE=1 $(BIN)/silverspoon-kd train $(DEMO_CONFIG)
