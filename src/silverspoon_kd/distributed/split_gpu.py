@@ -31,11 +31,13 @@ class Split:
         device_type: torch's name of the device type.
         student_ids: Physical ids of the student's devices; their logical indices are 0, 1, ...
         teacher_ids: Physical ids of the teacher's devices; their logical indices follow the student's.
+        cores: For ``"cpu"``: the core of each slot, by its id; empty where slots were counted by hand.
     """
 
     device_type: str
     student_ids: tuple[int, ...]
     teacher_ids: tuple[int, ...]
+    cores: tuple[int, ...] = ()
 
     @property
     def teacher_indices(self) -> tuple[int, ...]:
@@ -49,7 +51,8 @@ def setup_split_gpu(placement: TeacherPlacement) -> tuple[list[int], list[int]]:
 
     Call it at the top of the script, before torch is imported (at the latest before anything uses a device). It only
     reorders the devices that the job may use already. It may be called again, in any process and in its children: the
-    answer stays the same. With ``device_type="cpu"`` devices are CPU slots, and no list of devices is written.
+    answer stays the same. With ``device_type="cpu"`` devices are CPU slots, and no list of devices is written: this
+    process and its children stay on the cores of the student's slots, unless ``SILVERSPOON_CPU_SLOTS`` counts slots.
 
     Args:
         placement: Which devices are the teacher's, by physical id.
@@ -71,11 +74,14 @@ def setup_split_gpu(placement: TeacherPlacement) -> tuple[list[int], list[int]]:
                 "process, and a changed device list would be ignored. Call it at the top of the script, before "
                 "'import torch'."
             )
+        _give_cores_back(_read_record(os.environ))
         visible = read_visible_devices(family, os.environ)
         split = split_devices(placement, visible)
         # Everything that can fail is done: from here on the environment changes.
         os.environ.update(_split_environment(split, visible, os.environ))
         logger.debug("Devices %s are the student's and %s the teacher's.", split.student_ids, split.teacher_ids)
+    if split.cores:
+        os.sched_setaffinity(0, {split.cores[slot] for slot in split.student_ids})
     return list(split.student_ids), list(split.teacher_indices)
 
 
@@ -113,7 +119,7 @@ def split_devices(placement: TeacherPlacement, visible: VisibleDevices) -> Split
             f"{asked}: the runtime of device_type={family.device_type!r} only accepts ascending lists, so the "
             f"teacher's devices must be the last ones. Use teacher_only_devices={last}."
         )
-    return Split(family.device_type, students, tuple(wanted))
+    return Split(family.device_type, students, tuple(wanted), visible.cores)
 
 
 def recall_split(placement: TeacherPlacement, environ: Mapping[str, str]) -> Split | None:
@@ -209,6 +215,12 @@ def _device_order(variable: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {variable: PCI_ORDER}
 
 
+def _give_cores_back(record: Mapping[str, Any] | None) -> None:
+    """Undo what an earlier split did to this process, so that its slots are the machine's again."""
+    if record is not None and record.get("cores"):
+        os.sched_setaffinity(0, record["cores"])
+
+
 def _read_record(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the record of the last split, or None if there is none that this version wrote."""
     try:
@@ -220,7 +232,12 @@ def _read_record(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _split_of(record: Mapping[str, Any]) -> Split:
-    return Split(record["device_type"], tuple(record["student_ids"]), tuple(record["teacher_ids"]))
+    return Split(
+        record["device_type"],
+        tuple(record["student_ids"]),
+        tuple(record["teacher_ids"]),
+        tuple(record.get("cores", ())),
+    )
 
 
 def _difference(record: Mapping[str, Any], placement: TeacherPlacement, environ: Mapping[str, str]) -> str:

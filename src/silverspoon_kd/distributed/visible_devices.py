@@ -76,12 +76,14 @@ class VisibleDevices:
         ids: Physical ids, as the user names them.
         entries: What stands for each of them in the visible list: the id, or its UUID where the list has UUIDs.
         variables: Variables that a changed list must be written to; none for CPU slots.
+        cores: The core of each CPU slot; empty for devices, and where slots were counted by hand.
     """
 
     family: DeviceFamily
     ids: tuple[int, ...]
     entries: tuple[str, ...]
     variables: tuple[str, ...]
+    cores: tuple[int, ...] = ()
 
     @property
     def source(self) -> str:
@@ -143,13 +145,14 @@ def _cpu_slots(family: DeviceFamily, variable: str, environ: Mapping[str, str]) 
     text = environ.get(variable)
     if text is None:
         affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-        count = len(affinity(0)) if affinity else os.cpu_count() or 1
+        cores = tuple(sorted(affinity(0))) if affinity else ()
+        count = len(cores) or os.cpu_count() or 1
     elif text.strip().isdecimal() and int(text) > 0:
-        count = int(text)
+        cores, count = (), int(text)
     else:
         raise PlacementError(f"{variable}={text!r} is not a number of CPU slots. Give a whole number from 1.")
     ids = tuple(range(count))
-    return VisibleDevices(family, ids, tuple(map(str, ids)), ())
+    return VisibleDevices(family, ids, tuple(map(str, ids)), (), cores=cores)
 
 
 def _whole_machine(family: DeviceFamily, environ: Mapping[str, str]) -> VisibleDevices:

@@ -65,7 +65,7 @@ def start_world(
         strategy=placement.strategy,
         device_type=split.device_type,
         devices=split.teacher_indices,
-        cores=_cores(split.teacher_ids) if split.device_type == "cpu" else (),
+        cores=tuple((split.cores[slot],) for slot in split.teacher_ids) if split.cores else (),
         wrap_cls=placement.wrap_cls,
         autocast=autocast,
         num_students=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -151,11 +151,3 @@ def _from_first_rank(value: Any) -> Any:
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, (node, first, value))
     return next(sent for where, is_first, sent in given if is_first and where == node)
-
-
-def _cores(slots: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of CPU slots; none where the slots were counted by hand and are not cores."""
-    if "SILVERSPOON_CPU_SLOTS" in os.environ:
-        return ()
-    cores = sorted(os.sched_getaffinity(0))
-    return tuple((cores[slot],) for slot in slots)
