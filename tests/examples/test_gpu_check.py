@@ -35,8 +35,11 @@ def test_every_kind_of_check_runs_and_is_right_on_the_cpu():
         "fp32 holistic-narrow-task",
         "fp32 blockwise-narrow",
         "bf16 response-task",
+        "overlap response-task",
+        "LoRA student",
         "ddp response-task",
         "sharded teacher, one rank",
+        "fsdp response-task",
         "dedicated pp response-task",
         "response step time / by hand",
     ):
