@@ -38,3 +38,6 @@ def test_b_13_one_copy_for_all_ranks(num_ranks, folders, tmp_path, monkeypatch):
     # By its path no student ever loads it, and nowhere are there two copies of it at the same time.
     assert above("folder", "student") < 0.1
     assert above("folder", "peak") < 1.2
+    # A module's one copy is a file in memory. Sizes that processes share, taken one after the other while they come and
+    # go, do not add up; what no other process has does.
+    assert above("module", "anonymous") < 0.2

@@ -1,13 +1,15 @@
 """Measure the memory of all processes of a training: ``dedicated_memory.py FOLDER TEACHER TINY``, on ranks.
 
 Three trainings follow each other: with the model in TINY as the teacher, with that in TEACHER by its path, and with
-that as a module. Proportional set sizes, so that pages that several processes share count once in their sum.
+that as a module. Proportional set sizes, so that pages that several processes share count once in their sum; and what
+is anonymous, which neither a file nor other processes stand behind.
 """
 
 import json
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from silverspoon_kd.distributed import TeacherPlacement, setup_split_gpu
@@ -43,6 +45,16 @@ def sizes() -> dict[str, int]:
     return found
 
 
+def anonymous() -> int:
+    """The anonymous memory of all processes."""
+    found = 0
+    for process in marked(os.environ[MARK]):
+        with suppress(OSError):
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            found += 1024 * int(text.split("Pss_Anon:")[1].split()[0])
+    return found
+
+
 class Measure(TrainerCallback):
     """Measure in the third step, when all ranks are there."""
 
@@ -62,12 +74,12 @@ def barrier():
 
 
 def measure(source):
-    """Train, and return the sizes in the third step and the largest sum until then."""
-    peak, done = [0], threading.Event()
+    """Train, and return the sizes in the third step and the largest sums until then."""
+    peak, done = [0, 0], threading.Event()
 
     def watch():
         while not done.wait(0.1):
-            peak[0] = max(peak[0], sum(sizes().values()))
+            peak[:] = max(peak[0], sum(sizes().values())), max(peak[1], anonymous())
 
     if RANK == 0:
         threading.Thread(target=watch, daemon=True).start()
@@ -83,7 +95,7 @@ def measure(source):
     done.set()
     barrier()
     distiller._executor.close()
-    return {**callback.found, "peak": peak[0]} if RANK == 0 else {}
+    return {**callback.found, "peak": peak[0], "anonymous": peak[1]} if RANK == 0 else {}
 
 
 report = {"tiny": measure(str(TINY)), "folder": measure(str(TEACHER))}

@@ -184,7 +184,7 @@ class TeacherBesideStudent(PreparedTeacher):
         weights, gathered = weight_bytes(self._teacher, places).get(device, 0), 0
         if self._sharded:
             weights, gathered = sharded_bytes(self._teacher, wrap_units(self._teacher, None), dist.get_world_size())
-        found, forward, signals = None, None, 0
+        found, forward, signals = None, None, None
         if example is not None:
             found = forward_bytes(self._teacher, self._taps, self._trace, example, rows, places, self._autocast)
         if found is not None:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from silverspoon_kd.distributed.plan import DeviceMemory, Plan
@@ -21,7 +20,7 @@ def rows_of_a_batch(args: TrainingArguments, train_dataset: Any, eval_dataset: A
 
 
 def plan_with_memory(
-    plan: Plan, facts: TeacherFacts, root: nn.Module, trainable: Collection[str], device: torch.device
+    plan: Plan, facts: TeacherFacts, root: nn.Module, trainable: Collection[str], args: TrainingArguments
 ) -> Plan:
     """Return the plan with what each device of a node will need.
 
@@ -30,15 +29,18 @@ def plan_with_memory(
         facts: of the teacher.
         root: what is trained.
         trainable: names of its parameters that get gradients.
-        device: that this rank trains on.
+        args: of the run.
     """
     own = [each for each in facts.memory if each.place != EACH_RANK]
     beside: Mapping[str, int | None] = dict(next((each.parts for each in facts.memory if each.place == EACH_RANK), ()))
     signals = [size for each in facts.memory for name, size in each.parts if name == "signals"]
-    batches = plan.lookahead + 1
+    known = [size for size in signals if size is not None]
+    batches = (plan.lookahead + 1) * args.gradient_accumulation_steps if plan.overlap else 1
     parts: dict[str, int | None] = {
         **{f"teacher's {name}": size for name, size in beside.items() if name != "signals"},
-        f"signals of {batches} batch{'' if batches == 1 else 'es'}": sum(size or 0 for size in signals) * batches,
+        f"signals of {batches} batch{'' if batches == 1 else 'es'}": sum(known) * batches
+        if len(known) == len(signals)
+        else None,
         "student's weights": _share(plan, "fsdp deepspeed-3", sum(map(bytes_of, root.parameters()))),
         "gradients": _share(
             plan,
@@ -46,7 +48,7 @@ def plan_with_memory(
             sum(bytes_of(parameter) for name, parameter in root.named_parameters() if name in trainable),
         ),
     }
-    return plan.with_memory([*own, DeviceMemory(EACH_RANK, tuple(parts.items()), capacity(device))])
+    return plan.with_memory([*own, DeviceMemory(EACH_RANK, tuple(parts.items()), capacity(args.device))])
 
 
 def tell(plan: Plan, args: TrainingArguments, already: int) -> None:

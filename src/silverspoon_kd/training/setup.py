@@ -121,7 +121,7 @@ def set_up(request: Request) -> Setup:
         check_optimizer(request.optimizer, assembly.root, plan.student_mode)
         columns = used_columns(request.student, prepared.facts.columns, labels) if known else None
         noted = len(plan.notes)
-        plan = plan_with_memory(plan, prepared.facts, assembly.root, assembly.trainable, args.device)
+        plan = plan_with_memory(plan, prepared.facts, assembly.root, assembly.trainable, args)
         tell(plan, args, noted)
         executor = prepared.place()
     except BaseException:

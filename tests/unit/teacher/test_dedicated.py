@@ -13,7 +13,7 @@ from silverspoon_kd.distributed import TeacherPlacement, setup_split_gpu
 from silverspoon_kd.errors import PlacementError
 from support.architectures import ARCHITECTURES
 from support.distil import make, training_logs
-from support.tiny import arguments, distance, llama, weights
+from support.tiny import arguments, distance, llama, qwen3, weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -99,6 +99,18 @@ def test_j_09_nested_batches(own_process, placement, tmp_path):
         expected = [float((one.exp() * (one - other)).sum(-1).mean()) for one, other in zip(p, q, strict=True)]
     distiller = ResponseBasedDistiller(student, teacher, args=args, train_dataset=rows, data_collator=nested_batch)
     assert finish(distiller)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_b_12_a_quantised_teacher_stays_so(placement, tmp_path):
+    found = []
+    for wish in (None, placement):
+        teacher = torch.ao.quantization.quantize_dynamic(qwen3(0).eval(), {nn.Linear}, dtype=torch.qint8)
+        distiller = make("holistic", tmp_path, teacher=teacher, teacher_placement=wish, **OPTIONS)
+        found.append(finish(distiller))
+    check_equal(*found)
+    plain = finish(make("holistic", tmp_path, **OPTIONS))
+    assert distance(plain[1], found[0][1]) > 1e-5
 
 
 @pytest.mark.parametrize("name", ["t5"])

@@ -1,6 +1,7 @@
 """Teachers that manage their own devices or cannot be cast: dispatched, offloaded, quantised; and overlap on CPU."""
 
 import gc
+import json
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from silverspoon_kd.capture import Capture, Tap, Trace
 from silverspoon_kd.errors import PlacementError
-from silverspoon_kd.teacher.hygiene import freeze_teacher
+from silverspoon_kd.teacher.hygiene import check_not_quantised, freeze_teacher
 from silverspoon_kd.teacher.sharding import shard_frozen
 from silverspoon_kd.teacher.world.strategies import check_source, pipeline_map
 from support.distil import KINDS, make, training_logs
@@ -188,6 +189,26 @@ def test_b_12_a_quantised_teacher_cannot_be_sharded():
     freeze_teacher(teacher)
     with pytest.raises(PlacementError, match="of the quantised teacher Qwen3ForCausalLM cannot be divided"):
         shard_frozen(teacher, mesh=None, device=None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("strategy", ["tp", "sharded"])
+def test_b_12_packed_weights_are_not_divided_and_nothing_is_loaded_first(strategy, tmp_path):
+    described = qwen3(0).config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
+    described["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(described))  # and no weights
+    eight_bit = torch.ao.quantization.quantize_dynamic(qwen3(0).eval(), {nn.Linear}, dtype=torch.qint8)
+    for source in (str(tmp_path), quantised(), eight_bit):
+        with pytest.raises(
+            PlacementError, match=rf"strategy='{strategy}' divides every weight, but the packed weights"
+        ):
+            check_source(source, strategy, 2)
+        check_source(source, "pp", 2)
+        check_source(source, "sharded", 1)
+    with pytest.raises(PlacementError, match="teacher_placement='sharded' divides every weight"):
+        check_not_quantised(str(tmp_path), "teacher_placement='sharded'")
+    check_source(qwen3(0), strategy, 2)
+    check_source(lambda: None, strategy, 2)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "bloom"])

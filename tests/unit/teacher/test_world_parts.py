@@ -11,6 +11,7 @@ from silverspoon_kd.errors import PlacementError, TeacherError
 from silverspoon_kd.teacher.world.codec import decode, encode
 from silverspoon_kd.teacher.world.strategies import check_tensor_plan, pipeline_map
 from silverspoon_kd.teacher.world.weights import adopt_weights, dump, load, places_in, share_weights
+from support.fresh import run_fresh
 from support.tiny import qwen3
 
 
@@ -33,6 +34,22 @@ def test_shared_weights_are_the_same_weights():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert shared.nbytes < 1.2 * sum(p.numel() * p.element_size() for p in model.parameters()) + 4096 * 200
+
+
+PEAK_OF_SHARING = """
+import resource, torch
+from silverspoon_kd.teacher.world.weights import share_weights
+def most():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+model = torch.nn.ParameterList(torch.zeros(2 ** 22) + 1 for _ in range(12))
+before = most()
+shared = share_weights(model)
+print((most() - before) / shared.nbytes)
+"""
+
+
+def test_sharing_a_module_takes_no_second_copy():
+    assert run_fresh(PEAK_OF_SHARING, {}) < 0.2
 
 
 def test_a_pickled_module_shares_its_pages():

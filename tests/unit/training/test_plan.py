@@ -38,6 +38,15 @@ def test_the_plan_is_printed_once(tmp_path, capsys):
     assert memory["parts"]["teacher's forward"] > 0
 
 
+@pytest.mark.parametrize(("overlap", "batches"), [(True, "signals of 6 batches"), (False, "signals of 1 batch")])
+def test_signals_of_all_batches_that_are_started_ahead_are_kept(overlap, batches, tmp_path):
+    options = {"overlap_teacher_forward": overlap, "teacher_lookahead": 2, "gradient_accumulation_steps": 2}
+    distiller = make("response", tmp_path, report_to="none", **options)
+    (memory,) = distiller.plan.memory
+    # Logits of a batch.
+    assert dict(memory.parts)[batches] == (6 if overlap else 1) * 4 * 12 * 64 * 4
+
+
 @pytest.mark.parametrize(
     ("log_level", "verbosity", "printed"),
     [

@@ -65,7 +65,7 @@ class WorldMemory:
         return [[device, self._parts(device), self._capacity(device)] for device in devices]
 
     def _parts(self, device: str) -> list[tuple[str, int | None]]:
-        forward, signals = None, 0
+        forward, signals = None, None
         if self._forward is not None:
             signals = self._forward.signals.get(device, 0)
             forward = self._forward.peak.get(device, 0) - signals

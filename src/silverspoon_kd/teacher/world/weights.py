@@ -43,7 +43,7 @@ def map_file(path: str, nbytes: int) -> Tensor:
 
 
 def share_weights(module: nn.Module) -> SharedWeights:
-    """Move a module's CPU tensors into a :class:`SharedWeights`; the module goes on using them there."""
+    """Move a module's CPU tensors into a :class:`SharedWeights`, one after the other; the module uses them there."""
     tensors = list(_cpu_tensors(module))
     places: dict[int, int] = {}
     total = 0
@@ -53,14 +53,18 @@ def share_weights(module: nn.Module) -> SharedWeights:
             places[storage.data_ptr()] = total
             total += -(-storage.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
     shared = SharedWeights(total)
-    views = []
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        place = places[storage.data_ptr()]
-        view = _view(shared.base, place + int(tensor.storage_offset()) * tensor.element_size(), tensor)
-        views.append(view.copy_(tensor.detach()))
-    for tensor, view in zip(tensors, views, strict=True):
-        tensor.data = view
+    starts = [
+        places[tensor.untyped_storage().data_ptr()] + int(tensor.storage_offset()) * tensor.element_size()
+        for tensor in tensors
+    ]
+    kept = 0
+    for tensor, start in zip(tensors, starts, strict=True):
+        # The old memory goes before the next tensor needs new.
+        tensor.data = _view(shared.base, start, tensor).copy_(tensor.detach())
+        kept += tensor.numel() * tensor.element_size()
+        if kept > total // 16:
+            kept = 0
+            _return_freed_memory()
     _return_freed_memory()
     return shared
 
