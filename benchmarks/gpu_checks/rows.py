@@ -25,6 +25,11 @@ class Setting:
     folder: Path
 
     @property
+    def small(self) -> bool:
+        """Whether models are too small for their times to say much."""
+        return self.quick or self.device == "cpu"
+
+    @property
     def exact(self) -> float:
         """The largest relative error of fp32 numbers against float64 ones; kernels of a GPU add up in other orders."""
         return 1e-6 if self.device == "cpu" else 1e-5

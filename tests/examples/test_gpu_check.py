@@ -26,8 +26,9 @@ def started(*arguments, **options):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.timeout(240)
 def test_every_kind_of_check_runs_and_is_right_on_the_cpu():
-    done = started("--device", "cpu", "--quick", timeout=115)
+    done = started("--device", "cpu", "--quick", timeout=230)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     for name in (
