@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from silverspoon_kd.capture.names import base_of
+from silverspoon_kd.errors import ConfigurationError
 from silverspoon_kd.tree import map_tensors
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,20 @@ def probe(
 
     Returns:
         What ``call`` returned, and the tensor that stood for each parameter by name.
+
+    Raises:
+        ConfigurationError: only a real forward would do, and the weights are partitioned over ranks.
     """
     with _evaluating(model):
         try:
             return fake_forward(model, inputs, call)
         except Exception as error:
             logger.debug("A forward on fake tensors is not possible for %s: %s", type(model).__name__, error)
+            if any(_whole_shape(parameter) != parameter.shape for parameter in model.parameters()):
+                raise ConfigurationError(
+                    f"{type(model).__name__} was partitioned by ZeRO-3 when it was made, and without its weights its "
+                    f"shapes cannot be found ({error}). Make it before the TrainingArguments."
+                ) from error
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         moved = map_tensors(lambda tensor: tensor.to(device), dict(inputs))
         buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
@@ -87,7 +96,7 @@ def fake_forward(
 
     def fake(name: str, tensor: Tensor) -> Tensor:
         with mode:
-            return mode.from_tensor(tensor).to(tensor.device if place is None else place(name, tensor))
+            return _stand_in(mode, tensor).to(tensor.device if place is None else place(name, tensor))
 
     parameters: dict[str, Tensor] = {name: fake(name, tensor) for name, tensor in model.named_parameters()}
     buffers = {name: fake(name, tensor) for name, tensor in model.named_buffers()}
@@ -100,6 +109,19 @@ def fake_forward(
 
     with _evaluating(model), _attributes_kept(model), _quiet():
         return call(forward), parameters
+
+
+def _stand_in(mode: FakeTensorMode, parameter: Tensor) -> Tensor:
+    shape = _whole_shape(parameter)
+    if shape == parameter.shape:
+        return mode.from_tensor(parameter)
+    with mode:
+        return torch.empty(shape, dtype=parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad)
+
+
+def _whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape; ZeRO-3 leaves an empty tensor in the place of a weight, and the shape as an attribute."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 @contextmanager

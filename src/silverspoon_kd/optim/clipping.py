@@ -1,7 +1,7 @@
 """Gradient clipping per alignment, without waiting for the device."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,12 @@ from silverspoon_kd.errors import ConfigurationError
 
 @torch.no_grad()
 def clip_gradients(
-    groups: Sequence[dict[str, Any]], limits: Mapping[str, float | None], *, clip_projectors: bool = True
+    groups: Sequence[dict[str, Any]],
+    limits: Mapping[str, float | None],
+    *,
+    clip_projectors: bool = True,
+    over_ranks: Callable[[Tensor], Tensor] | None = None,
+    zero_broken: bool = True,
 ) -> dict[str, Tensor]:
     """Scale each alignment's gradients so that their own 2-norm is at most its limit.
 
@@ -26,6 +31,9 @@ def clip_gradients(
         limits: Alignment name -> limit. None, 0 or a missing name: the norm is measured, nothing is clipped.
         clip_projectors: False leaves the gradients of projectors out of the norm and out of the scaling. A projector
             gradient that is not finite still makes its alignment's norm NaN and its gradients zero.
+        over_ranks: Given where every rank has only a part of each gradient, as plain tensors: adds a tensor of squares
+            up over the ranks. It is called once. The groups are the same on all ranks.
+        zero_broken: False leaves gradients that are not finite to somebody who looks for them.
 
     Returns:
         Alignment name -> norm before clipping, and ``""`` -> norm over all alignments; 0-dim tensors, not sharded.
@@ -33,20 +41,29 @@ def clip_gradients(
     Raises:
         ConfigurationError: A limit is negative.
     """
-    norms: dict[str, Tensor] = {}
-    for name in dict.fromkeys(group["alignment"] for group in groups):
-        limit = limits.get(name) or 0.0
-        if limit < 0:
-            raise ConfigurationError(f"alignment {name!r}: max_grad_norm={limit} is negative. Use 0 to switch it off.")
+    names = dict.fromkeys(group["alignment"] for group in groups)
+    chosen: list[tuple[list[Tensor], list[Tensor]]] = []
+    parts: list[Tensor] = []
+    for name in names:
         own = [group for group in groups if group["alignment"] == name]
         counted = _gradients(group for group in own if clip_projectors or not group["projector"])
         excluded = _gradients(group for group in own if group["projector"] and not clip_projectors)
+        chosen.append((counted, excluded))
+        parts += [_norm(counted, own), _norm(excluded, own)]
+    if over_ranks is not None and parts:
+        squares = torch.stack([part.to(parts[0].device) for part in parts]).square()
+        parts = list(over_ranks(squares).sqrt())
+    norms: dict[str, Tensor] = {}
+    for index, (name, (counted, excluded)) in enumerate(zip(names, chosen, strict=True)):
+        limit = limits.get(name) or 0.0
+        if limit < 0:
+            raise ConfigurationError(f"alignment {name!r}: max_grad_norm={limit} is negative. Use 0 to switch it off.")
         # 0 * inf and 0 * NaN are NaN: an excluded gradient changes the norm only where it is not finite.
-        norm = _norm(counted, own) + 0.0 * _norm(excluded, own)
+        norms[name] = norm = parts[2 * index] + 0.0 * parts[2 * index + 1]
         if limit:
             _scale(counted, torch.clamp(limit / (norm + 1e-6), max=1.0))
-        _zero_unless(torch.isfinite(norm), counted + excluded)
-        norms[name] = norm
+        if zero_broken:
+            _zero_unless(torch.isfinite(norm), counted + excluded)
     if norms:
         first = next(iter(norms.values()))
         norms[""] = torch.linalg.vector_norm(torch.stack([norm.to(first.device) for norm in norms.values()]))

@@ -72,7 +72,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes that a tensor holds: of a sharded one the own share, of a quantised one its packed form."""
+    """Return the bytes that a tensor holds: of a sharded one the own share, of a quantised one its packed form.
+
+    One that ZeRO-3 has emptied counts with the bytes it holds while it is gathered.
+    """
     local = getattr(tensor, "_local_tensor", None)
     if local is not None:
         return bytes_of(local)
@@ -81,7 +84,7 @@ def bytes_of(tensor: Tensor) -> int:
         return sum(bytes_of(getattr(tensor, name)) for name in inner()[0])
     packed = getattr(tensor, "quant_state", None)
     extra = [] if packed is None else [value for value in vars(packed).values() if isinstance(value, Tensor)]
-    return tensor.numel() * tensor.element_size() + sum(map(bytes_of, extra))
+    return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size() + sum(map(bytes_of, extra))
 
 
 def weight_bytes(model: nn.Module, places: Mapping[str, str] | None = None) -> dict[str, int]:

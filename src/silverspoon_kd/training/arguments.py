@@ -1,5 +1,6 @@
 """``TrainingArguments``: everything of transformers, and what distillation adds."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -7,6 +8,7 @@ import transformers
 
 from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.errors import ConfigurationError
+from silverspoon_kd.training.deepspeed import readable_config
 
 
 @dataclass
@@ -83,7 +85,8 @@ class TrainingArguments(transformers.TrainingArguments):
                 raise ConfigurationError(f"{name}={getattr(self, name)} is not positive. Give seconds.")
         if self.e2e_eval_loss not in (None, "forward"):
             raise ConfigurationError(f"e2e_eval_loss={self.e2e_eval_loss!r} is unknown. Use None or 'forward'.")
-        super().__post_init__()
+        with readable_config(self) if self.deepspeed else nullcontext():
+            super().__post_init__()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values as JSON takes them."""

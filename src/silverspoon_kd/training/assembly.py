@@ -156,10 +156,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, root: StudentRoot, 
     Raises:
         ConfigurationError: it holds parameters that are not the root's, or that will be replaced by shards.
     """
-    if optimizer is not None and student_mode == "fsdp":
+    if optimizer is not None and student_mode not in ("single", "ddp"):
         raise ConfigurationError(
-            "The optimizer given in optimizers= holds whole parameters, and FSDP puts shards in their place, which it "
-            "would never update. Choose it with optim=, or as the optimizer of alignments."
+            "The optimizer given in optimizers= holds whole parameters, and FSDP and DeepSpeed put shards in their "
+            "place, which it would never update. Choose it with optim=."
         )
     own = {id(parameter) for parameter in root.parameters()}
     groups = [] if optimizer is None else optimizer.param_groups

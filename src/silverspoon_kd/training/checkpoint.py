@@ -126,9 +126,10 @@ def check_resumable(folder: Path, objective: Objective, projectors: nn.ModuleLis
     if then != now:
         raise CheckpointError(
             f"The checkpoint {folder} holds the optimizer of a student trained with {then}, but this run trains it "
-            f"with {now}. Resume as it was saved (any number of ranks), or start a new run from its student."
+            f"with {now}. Resume as it was saved, or start a new run from its student."
         )
-    if "trainer_state.json" not in state["files"] or not any(name.startswith("optimizer") for name in state["files"]):
+    kept = ("optimizer", "global_step")  # the latter is DeepSpeed's folder
+    if "trainer_state.json" not in state["files"] or not any(name.startswith(kept) for name in state["files"]):
         raise CheckpointError(
             f"The checkpoint {folder} has no optimizer state (saved with save_only_model=True, or by save_model), so "
             "training cannot continue exactly. Start a new run from its student, or save full checkpoints."

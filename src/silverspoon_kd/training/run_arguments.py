@@ -14,9 +14,10 @@ from silverspoon_kd.capture import base_of
 from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.distributed.plan import Plan, resolve_plan
 from silverspoon_kd.distributed.split_gpu import check_student_processes, require_split_done
-from silverspoon_kd.errors import ConfigurationError, PlacementError
+from silverspoon_kd.errors import ConfigurationError
 from silverspoon_kd.student import StepOptions
 from silverspoon_kd.training.arguments import TrainingArguments
+from silverspoon_kd.training.deepspeed import own_config
 from silverspoon_kd.training.fsdp import settle_fsdp
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def run_arguments(args: TrainingArguments | None, kind: str, student: nn.Module)
     if args.fsdp and settle_fsdp(args, student):
         _set_checkpointing(args, True)
     _leave_reentrant(args)
+    own_config(args)
     if args.ddp_find_unused_parameters is None:
         # What no loss reaches is frozen, so DDP need not search, unless layers are dropped at random.
         args.ddp_find_unused_parameters = _drops_layers(student)
@@ -116,11 +118,6 @@ def run_plan(args: TrainingArguments, kind: str) -> Plan:
     plan.require_runnable()
     for note in plan.notes if args.process_index == 0 else ():
         logger.warning("%s", note)
-    if plan.student_mode not in ("single", "ddp", "fsdp"):
-        raise PlacementError(
-            f"The student mode {plan.student_mode} is planned, but this version trains in one process, with DDP or "
-            "FSDP. Leave deepspeed out."
-        )
     return plan
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from torch import nn
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
 from silverspoon_kd.distributed.plan import Plan
 from silverspoon_kd.objectives import Objective
@@ -82,7 +83,10 @@ class SavingTrainer(transformers.Trainer, abc.ABC):
         best = self.state.best_model_checkpoint
         checkpoint.read_state(Path(best))
         logger.info("Loading the best checkpoint %s (%s).", best, self.state.best_metric)
-        self._load_from_checkpoint(best)
+        if self.is_deepspeed_enabled:
+            deepspeed_load_checkpoint(self.model_wrapped, best)
+        else:
+            self._load_from_checkpoint(best)
 
     # ---- the optimizer of a sharded student -----------------------------------------------------------------------
 

@@ -33,9 +33,11 @@ from silverspoon_kd.training.assembly import (
     bind_heads,
     check_modules,
     check_optimizer,
+    group_specs,
     probe_inputs,
 )
 from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
+from silverspoon_kd.training.deepspeed import check_alignments, gather_for_good, made_whole
 from silverspoon_kd.training.memory import plan_with_memory, rows_of_a_batch, tell
 from silverspoon_kd.training.run_arguments import autocast_dtype, run_plan
 from silverspoon_kd.training.vocabulary import check_tokenizers, check_vocabularies
@@ -93,9 +95,15 @@ def set_up(request: Request) -> Setup:
     args, given = request.args, request.teacher
     plan = run_plan(args, request.objective.kind)
     dedicated = isinstance(args.teacher_placement, TeacherPlacement)
+    if args.deepspeed:
+        check_alignments(args, group_specs(request.objective))
     if args.teacher_placement == "sharded":
         check_not_quantised(given, "teacher_placement='sharded'")
-    teacher = load_model(given, "teacher") if isinstance(given, nn.Module) or not dedicated else None
+    with made_whole():
+        teacher = load_model(given, "teacher") if isinstance(given, nn.Module) or not dedicated else None
+    for model in (teacher, None if plan.student_mode == "deepspeed-3" else request.student):
+        if model is not None:
+            gather_for_good(model)
     _check_models(request, teacher)
     labels = label_columns(request.student, args.label_names)
     # Nobody can tell which columns the user's functions read.

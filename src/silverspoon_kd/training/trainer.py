@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.deepspeed import DummyOptim
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -21,7 +22,7 @@ from silverspoon_kd.optim import (
     per_group_schedule,
 )
 from silverspoon_kd.student import flags_kept_on_error, only_trainable
-from silverspoon_kd.training import checkpoint
+from silverspoon_kd.training import checkpoint, deepspeed
 from silverspoon_kd.training.arguments import TrainingArguments
 from silverspoon_kd.training.assembly import group_specs, owned_parameters
 from silverspoon_kd.training.buffers import SharedBuffers
@@ -124,7 +125,7 @@ class DistillationTrainer(SavingTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; see the Trainer."""
-        with sharding_enabled() if self.args.fsdp else nullcontext():
+        with sharding_enabled() if self.args.fsdp else deepspeed.accelerator_of_its_own(self.args):
             super().create_accelerator_and_postprocess()
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class DistillationTrainer(SavingTrainer):
 
     def _guard(self, model: nn.Module, training: bool) -> None:
         """Refuse a call that goes round the wrapper: its gradients would never be reduced over the ranks."""
-        if training and model is self.root and self.args.world_size > 1 and self.plan.student_mode == "ddp":
+        if training and model is self.root and self.args.world_size > 1 and self.plan.student_mode != "fsdp":
             raise TrainingError(
                 f"compute_loss got the unwrapped student on one of {self.args.world_size} ranks, so gradients would "
                 "not be averaged and the ranks would drift apart. Pass the Trainer's model_wrapped."
@@ -209,21 +210,24 @@ class DistillationTrainer(SavingTrainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build one optimizer with a group for each alignment, tagged with its name."""
-        if self.optimizer is not None:
-            return self.optimizer
-        specs = group_specs(self._objective)
-        groups = build_parameter_groups(
+        if isinstance(self.optimizer, DummyOptim):  # DeepSpeed makes the one of its config, for these groups
+            self.optimizer.params = self._parameter_groups()
+        if self.optimizer is None:
+            default = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.root)
+            specs = group_specs(self._objective).items()
+            named = {name: spec.optimizer for name, spec in specs if spec.optimizer is not None}
+            self.optimizer = build_optimizer(self._parameter_groups(), default, named)
+        return self.optimizer
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        return build_parameter_groups(
             owned_parameters(self.root),
-            specs,
+            group_specs(self._objective),
             learning_rate=self.args.learning_rate,
             weight_decay=self.args.weight_decay,
             decay_names=set(self.get_decay_parameter_names(self.root)),
             projector_names={f"projectors.{name}" for name, _ in self.root.projectors.named_parameters()},
         )
-        default = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.root)
-        named = {name: spec.optimizer for name, spec in specs.items() if spec.optimizer is not None}
-        self.optimizer = build_optimizer(groups, default, named)
-        return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Build the Trainer's schedule; alignments that asked for another one follow theirs."""
@@ -248,10 +252,23 @@ class DistillationTrainer(SavingTrainer):
         rates = [group["lr"] for group in self.optimizer.param_groups if group.get("alignment") not in own]
         return float(rates[0]) if rates else super()._get_learning_rate()
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            engine = self.model_wrapped
+            before_step = partial(self._clip, partial(deepspeed.clip_in_engine, engine))
+            self.accelerator.deepspeed_engine_wrapped = deepspeed.ClippingEngine(engine, before_step)
+        return prepared
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        if not self.is_deepspeed_enabled:  # whose engine has clipped, and stepped, at the end of the backward
+            self.accelerator.unscale_gradients()
+            self._clip(partial(clip_gradients, self.optimizer.param_groups))
+        return self._norms[""]
+
+    def _clip(self, clip: Callable[..., dict[str, Tensor]]) -> None:
         """Clip each alignment's gradient to its own limit; one block cannot starve the others."""
         self.root.release()  # before callbacks may use the student
-        self.accelerator.unscale_gradients()
         groups = self.optimizer.param_groups
         for group in groups:
             group.setdefault("alignment", STUDENT_GROUP)
@@ -260,10 +277,9 @@ class DistillationTrainer(SavingTrainer):
         for name, spec in group_specs(self._objective).items():
             if spec.max_grad_norm is not None:
                 limits[name] = spec.max_grad_norm
-        self._norms = clip_gradients(groups, limits, clip_projectors=self.args.clip_projectors)
+        self._norms = clip(limits, clip_projectors=self.args.clip_projectors)
         self._rates = {group["alignment"]: group["lr"] for group in groups}
         self._num_steps, self._first_step_checked = self._num_steps + 1, True
-        return self._norms[""]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm
@@ -285,6 +301,8 @@ class DistillationTrainer(SavingTrainer):
             self.root.projectors,
             self.plan.student_mode,
         )
+        if folder is not None:
+            deepspeed.check_same_ranks(folder, checkpoint.read_state(folder)["plan"], self.plan)
         self._first_step_checked = False
         self._step_values, self._num_steps = RunningMeans(), 0
         with only_trainable(self.root, self._trainable), flags_kept_on_error(self.root):
@@ -327,7 +345,8 @@ class DistillationTrainer(SavingTrainer):
         """Evaluate, and report each term beside the total."""
         self._eval_values = RunningMeans()
         try:
-            output = super().evaluation_loop(*args, **kwargs)
+            with deepspeed.evaluated_as_it_is(self):
+                output = super().evaluation_loop(*args, **kwargs)
         except Exception as error:
             self._executor.leave(error)
         release_gathered(self.root)
