@@ -16,7 +16,7 @@ from support.deepspeed_ranks import BY_NAME, HALF, INSIDE, build_tiny
 from support.distil import KINDS, training_logs
 from support.ranks import started
 from support.reference import Pair, Recipe, distil
-from support.tiny import Rows
+from support.tiny import Rows, qwen3
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -216,6 +216,23 @@ def test_the_final_folder_and_the_best_checkpoint_hold_whole_weights(ranks, stag
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+def test_c_02_nothing_of_the_teacher_is_saved(ranks, stage):
+    found = ranks("saved")[stage]
+    names = {name.partition(".")[0] for name in found["weights"]}
+    assert names == {"student", "projectors"}
+    keys = set(safetensors.torch.load_file(Path(found["folder"]) / "model.safetensors"))
+    student = qwen3(1, layers=2, hidden=16)
+    assert keys == set(student.state_dict())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_c_04_the_teacher_is_what_it_was(ranks, stage):
+    found = ranks("saved")[stage]
+    assert found["teacher"]
+    assert found["gradients"] == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_evaluation_before_training_and_after_it(ranks, tmp_path, stage):
     found = ranks("evaluated_first")[stage]
     distiller = alone("holistic", tmp_path, given={"eval_dataset": Rows(n=8, seed=3)})
@@ -224,6 +241,10 @@ def test_evaluation_before_training_and_after_it(ranks, tmp_path, stage):
     wanted.insert(0, fresh.evaluate()["eval_loss"])
     assert [found["metrics"]["eval_loss"], found["after"]["eval_loss"]] == pytest.approx(wanted, rel=EXACT)
     agree(found["logs"], training_logs(distiller))
+
+
+def test_d_10_blocks_under_zero_3_learn_what_they_learn_alone(ranks, tmp_path):
+    agree(ranks("born_partitioned")["blockwise"]["logs"], training_logs(alone("blockwise", tmp_path)))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -165,12 +165,7 @@ SPEED = "comes with the speed work"
 
 # Cases, or parts of cases, that cannot be tested yet, and why. A case with a test may still have a note for the rest.
 NOTES = {
-    "C-02": f"the part with FSDP and DeepSpeed {STUDENT}",
-    "C-04": f"the part with ZeRO-2 {STUDENT}",
     "C-07": f"the part with overlap {SPEED}",
-    "I-03": f"the part with ZeRO-2 {STUDENT}",
-    **dict.fromkeys("D-02 D-03 D-05 D-06 D-07 D-08 D-09 D-10 D-11".split(), STUDENT),
-    "D-12": f"whole runs come {STUDENT.removeprefix('comes ')}",
     **dict.fromkeys("J-03 J-04".split(), SPEED),
 }
 

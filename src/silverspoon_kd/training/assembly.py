@@ -158,8 +158,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, root: StudentRoot, 
     """
     if optimizer is not None and student_mode not in ("single", "ddp"):
         raise ConfigurationError(
-            "The optimizer given in optimizers= holds whole parameters, and FSDP and DeepSpeed put shards in their "
-            "place, which it would never update. Choose it with optim=."
+            f"The optimizer given in optimizers= holds whole parameters, and "
+            f"{'FSDP' if student_mode == 'fsdp' else 'DeepSpeed'} puts shards in their place, which it would never "
+            "update. Choose it with optim=."
         )
     own = {id(parameter) for parameter in root.parameters()}
     groups = [] if optimizer is None else optimizer.param_groups
