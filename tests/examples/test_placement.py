@@ -30,7 +30,15 @@ def replicated(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["sharded.py", "dedicated_pp.py", "dedicated_tp.py", "dedicated_sharded.py", "student_fsdp.py"]
+    "name",
+    [
+        "sharded.py",
+        "dedicated_pp.py",
+        "dedicated_tp.py",
+        "dedicated_sharded.py",
+        "student_fsdp.py",
+        "student_deepspeed.py",
+    ],
 )
 def test_placements_give_the_same_losses(name, replicated, tmp_path):
     assert len(replicated) == 4

@@ -4,6 +4,7 @@ The engine is made, stepped and saved by transformers and accelerate. Here is wh
 norm for each alignment, weights that ZeRO-3 partitions when they are made, and checkpoints of another number of ranks.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,7 +76,10 @@ def own_config(args: Any) -> None:
                 "The launcher asks for DeepSpeed (ACCELERATE_USE_DEEPSPEED). Give its config as deepspeed= in the "
                 "TrainingArguments, and start with torchrun."
             )
+        # accelerate imports an installed DeepSpeed in every run, which then says that it has found no accelerator.
+        logging.getLogger("DeepSpeed").addFilter(_says_something_else)
         return
+    logging.getLogger("DeepSpeed").removeFilter(_says_something_else)
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -84,6 +88,10 @@ def own_config(args: Any) -> None:
     # Each alignment is clipped on its own before the step, and DeepSpeed would clip to 1.0 if nothing were said.
     config.config["gradient_clipping"] = 0.0
     args.hf_deepspeed_config, args.deepspeed_plugin = config, DeepSpeedPlugin(hf_ds_config=config)
+
+
+def _says_something_else(record: logging.LogRecord) -> bool:
+    return record.funcName != "get_accelerator"
 
 
 def check_alignments(args: Any, specs: Mapping[str, GroupSpec]) -> None:
@@ -272,7 +280,8 @@ class ClippingEngine(DeepSpeedEngineWrapper):
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
-        self.engine.backward(loss, **kwargs)
+        # Without ZeRO the engine would divide by the accumulation what begins at an output of its forward.
+        self.engine.backward(loss.clone(), **kwargs)
         if sync_gradients:
             self._before_step()
             self.engine.step()

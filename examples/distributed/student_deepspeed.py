@@ -1,0 +1,38 @@
+"""The student with DeepSpeed, ZeRO-3: torchrun --nproc_per_node=2 student_deepspeed.py"""
+
+from pathlib import Path
+
+from your_data import get_train_dataset, tiny_qwen3
+
+from silverspoon_kd import HolisticDistiller, TrainingArguments, create_alignments
+
+teacher = tiny_qwen3(hidden_size=64, seed=0)
+student = tiny_qwen3(hidden_size=32, seed=1)
+
+alignments = create_alignments(
+    teacher_model=teacher,
+    student_model=student,
+    modules=r"model\.layers\.\d+",
+    loss_function="mse",
+    output_selector_index=0,
+)
+
+args = TrainingArguments(
+    output_dir="./output",
+    max_steps=4,
+    per_device_train_batch_size=4,
+    learning_rate=1e-4,
+    logging_steps=1,
+    save_strategy="no",
+    teacher_placement="sharded",
+    deepspeed=str(Path(__file__).with_name("ds_config.json")),
+)
+
+distiller = HolisticDistiller(
+    teacher_model=teacher,
+    alignments=alignments,
+    train_dataset=get_train_dataset(),
+    args=args,
+)
+distiller.train()
+distiller.save_model("./output/student")
