@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from parity.cases import PARITY_CASES, Case, Collate, Layout, ParityRows
+from parity.cases import PARITY_CASES, Case, Collate, Layout, ParityRows, build_student
 from parity.runs import build
+from silverspoon_kd import create_alignments
 from silverspoon_kd.distributed import TeacherPlacement, setup_split_gpu
 from support.tiny import qwen3
 
@@ -37,18 +39,20 @@ class PlacedRun:
         placement: "replicated", "sharded", or with devices a strategy.
         ranks: of the student.
         devices: of the teacher's own; 0: it lives beside the student.
+        lens: the losses need the teacher's head, and a teacher of its own devices is built by its own processes.
     """
 
     distiller: str
     placement: str
     ranks: int
     devices: int = 0
+    lens: bool = False
 
     @property
     def name(self) -> str:
         """For test ids and files."""
         where = f"teacher_{self.placement}-{self.devices}" if self.devices else self.placement
-        return f"{self.distiller}-{where}-ranks-{self.ranks}"
+        return f"{self.distiller}{'-lens' if self.lens else ''}-{where}-ranks-{self.ranks}"
 
     @property
     def case(self) -> Case:
@@ -78,6 +82,13 @@ NUMBERS = [
     for ranks, devices in [(1, 1), (1, 3), (2, 1), (2, 3), (3, 1)]
     for strategy, distiller in zip(STRATEGIES, ("response", "holistic", "blockwise"), strict=True)
 ]
+LENS = [
+    PlacedRun("holistic", placement, ranks, devices, lens=True)
+    for placement, ranks, devices in [
+        ("replicated", 1, 0), ("sharded", 2, 0), ("pp", 2, 1), ("tp", 2, 2), ("sharded", 2, 2)
+    ]
+]  # fmt: skip
+RUNS = sorted([*MATRIX, *NUMBERS, *LENS], key=lambda run: run.ranks)
 
 
 def run_here(run: PlacedRun, folder: Path) -> Placed:
@@ -126,11 +137,18 @@ def trained(distiller: Any) -> Placed:
 
 
 def _distiller(run: PlacedRun, folder: Path, batch: int, collate: Collate, **changes: Any) -> Any:
+    given: dict[str, Any] = {"teacher": _teacher(run)}
+    if run.lens:
+        student = build_student(run.case)
+        alignments = create_alignments(given["teacher"], student, run.case.modules, "logit_lens_kl")
+        given |= {"student": student, "alignments": alignments}
+        if run.devices and "teacher_placement" in changes:
+            given["teacher"] = partial(_teacher, run)
     return build(
         run.case,
         Layout(batch),
         folder,
-        teacher=_teacher(run),
+        **given,
         rows=ParityRows(BATCH * run.ranks * STEPS - 1),  # the last batch of the last rank is a short one
         collate=collate,
         max_steps=STEPS,
@@ -154,7 +172,7 @@ def main(folder: Path) -> None:
     transformers.logging.set_verbosity_error()
     gc.freeze()  # every training run collects garbage, which takes longer than its steps
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for run in [*MATRIX, *NUMBERS]:
+    for run in RUNS:
         if run.ranks == ranks:
             start = time.perf_counter()
             written = folder / f"rank{rank}.part"

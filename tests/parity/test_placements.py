@@ -9,7 +9,7 @@ import pytest
 
 from parity import placement_runs
 from parity.cases import MOVED
-from parity.placement_runs import MATRIX, NUMBERS, SLOTS, Placed, PlacedRun, run_reference
+from parity.placement_runs import RUNS, SLOTS, Placed, PlacedRun, run_reference
 from parity.runs import identical, relative
 from support.ranks import started
 
@@ -45,10 +45,10 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Place
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PlacedRun], Placed]:
     """The outcome in this process."""
-    done: dict[tuple[str, int, bool], Placed] = {}
+    done: dict[tuple[str, int, bool, bool], Placed] = {}
 
     def outcome(run: PlacedRun) -> Placed:
-        key = (run.distiller, run.ranks, run.devices == 3)
+        key = (run.distiller, run.ranks, run.devices == 3, run.lens)
         if key not in done:
             done[key] = run_reference(run, tmp_path_factory.mktemp("reference"))
         return done[key]
@@ -56,7 +56,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PlacedRun],
     return outcome
 
 
-@pytest.mark.parametrize("run", sorted([*MATRIX, *NUMBERS], key=lambda run: run.ranks), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_losses_and_weights_are_those_of_one_process(run, placed, reference):
     expected, outcomes = reference(run), placed(run)
     exact = 1e-5 if run.placement == "tp" else 1e-6

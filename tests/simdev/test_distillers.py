@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from silverspoon_kd.teacher.inline import InlineExecutor, InlineRun
-from silverspoon_kd.teacher.world.strategies import pipeline_map
+from silverspoon_kd.teacher.world.pipeline import pipeline_map
 from silverspoon_kd.tree import tensors_in
 from support.distil import KINDS, make, training_logs
 from support.tiny import distance, qwen3, weights

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import HashStore
 
 from silverspoon_kd.capture import InputView, Tap, select_logits
-from silverspoon_kd.teacher.world.server import Server, _Answer
+from silverspoon_kd.teacher.world.server import Server, _Reply
 from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.teacher.world.strategies import build_teacher
 from support.more_models import gpt2
@@ -32,7 +32,7 @@ CASES = {
 class ToHost:
     """Takes what a link would send; a copy on the host, as the link makes it."""
 
-    def send(self, to, content, tensors=()):
+    def send(self, to, content, tensors=(), failed=None):
         self.last = [tensor.to("cpu") for tensor in tensors]
 
 
@@ -53,9 +53,7 @@ def spec_of(source, taps, devices, **changes) -> WorldSpec:
 
 def serve(server: Server, taps) -> None:
     """One request, as the process does it."""
-    answer = _Answer(ToHost(), 0, 1, list(taps))
-    server._forward(batch(ROWS), answer)
-    answer.close()
+    server._forward(batch(ROWS), _Reply(ToHost(), 0, 1, list(taps), lambda error: {}))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ from silverspoon_kd.capture import Tap
 from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.distributed.plan import DeviceMemory
 from silverspoon_kd.distributed.split_gpu import Split
+from silverspoon_kd.errors import PlacementError
 from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor
 from silverspoon_kd.teacher.facts import TeacherFacts
+from silverspoon_kd.teacher.head import Head, head_of
 from silverspoon_kd.teacher.world.client import WorldExecutor
 from silverspoon_kd.teacher.world.launch import World
+from silverspoon_kd.teacher.world.shared_head import open_head
 from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.teacher.world.strategies import check_source
 from silverspoon_kd.teacher.world.weights import SharedWeights, adopt_weights, places_in, share_weights
@@ -34,6 +37,8 @@ def start_world(
     autocast: torch.dtype | None,
     timeout: float,
     load_timeout: float,
+    micro_batches: int | None = None,
+    wants_head: bool = False,
 ) -> World:
     """Start this node's teacher world, or join it.
 
@@ -50,9 +55,11 @@ def start_world(
         autocast: dtype of mixed precision.
         timeout: longest wait for an activation, in seconds.
         load_timeout: longest wait for the teacher to be loaded, in seconds.
+        micro_batches: into how many parts "pp" cuts a request; None: one for each device, on CPU slots one.
+        wants_head: the students need the teacher's output head.
 
     Raises:
-        PlacementError: the teacher cannot be divided so.
+        PlacementError: the teacher, or a request, cannot be divided so.
     """
     check_source(source, placement.strategy, len(split.teacher_indices))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -74,6 +81,9 @@ def start_world(
         load_timeout=load_timeout,
         search_path=tuple(sys.path),
         rows=rows,
+        micro_batches=_micro_batches(micro_batches, placement, split),
+        # Every rank has a teacher that is given as a module.
+        shares_head=wants_head and module is None,
     )
     return _started(spec, module, shared) if starts else _joined(spec, module, local_rank)
 
@@ -100,6 +110,8 @@ class DedicatedTeacher(PreparedTeacher):
         world: started or joined.
         taps: the activations that will be taken.
         prepare: maps the batch to the teacher's; None: the batch itself.
+        device: of the student, where activations are taken to.
+        module: the teacher where it was given as a module.
 
     Raises:
         TeacherError: the teacher cannot be loaded or spread.
@@ -111,22 +123,36 @@ class DedicatedTeacher(PreparedTeacher):
         taps: Sequence[Tap],
         *,
         prepare: Callable[[Any], Mapping[str, Any]] | None,
+        device: torch.device,
+        module: nn.Module | None,
     ) -> None:
-        self._world, self._taps, self._prepare = world, taps, prepare
+        self._world, self._taps, self._prepare, self._device = world, taps, prepare, device
         try:
-            self.facts = _facts(world, taps)
+            self.facts = _facts(world, taps, None if module is None else head_of(module))
         except BaseException:
             world.close()
             raise
 
     def place(self) -> TeacherExecutor:
-        return WorldExecutor(self._world, self._taps, prepare=self._prepare, facts=self.facts)
+        return WorldExecutor(self._world, self._taps, prepare=self._prepare, facts=self.facts, device=self._device)
 
     def abandon(self) -> None:
         self._world.close()
 
 
-def _facts(world: World, taps: Sequence[Tap]) -> TeacherFacts:
+def _micro_batches(wanted: int | None, placement: TeacherPlacement, split: Split) -> int:
+    if wanted is not None and placement.strategy != "pp":
+        raise PlacementError(
+            f"teacher_micro_batches={wanted} cuts the requests of strategy='pp', but the strategy is "
+            f"{placement.strategy!r}. Leave it out."
+        )
+    if placement.strategy != "pp":
+        return 1
+    # The CPU slots of a pipeline are one device: parts would not be computed at the same time.
+    return wanted or (1 if split.device_type == "cpu" else len(split.teacher_indices))
+
+
+def _facts(world: World, taps: Sequence[Tap], head: Head | None) -> TeacherFacts:
     told = world.facts()
     values: dict[Tap, Tensor] = {}
     for tap, (dtype, shape) in zip(taps, told["values"], strict=True):
@@ -139,6 +165,9 @@ def _facts(world: World, taps: Sequence[Tap]) -> TeacherFacts:
         class_name=told["class"],
         shifts_labels=told["shifts_labels"],
         memory=tuple(DeviceMemory(place, tuple(map(tuple, parts)), size) for place, parts, size in told["memory"]),
+        main_input=told["main_input"],
+        head=head or open_head(told["head"]),
+        divides=told["divides"],
     )
 
 

@@ -19,6 +19,10 @@ class TeacherRun(abc.ABC):
         """Return an activation. The only place in the package that may wait for the teacher."""
 
     @abc.abstractmethod
+    def costs(self) -> Mapping[str, float]:
+        """Return what the taking has cost so far, by the name in the log; nothing for a teacher in this process."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Let go of everything that was not taken."""
 

@@ -1,5 +1,6 @@
 """What has to be known of a teacher before a student can be prepared for it."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
 from silverspoon_kd.capture.probe import probe
 from silverspoon_kd.distributed.plan import DeviceMemory
+from silverspoon_kd.teacher.head import Head, head_of
+from silverspoon_kd.teacher.world.parts import doubled
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,9 @@ class TeacherFacts:
         class_name: of the model.
         shifts_labels: whether it needs the labels, to make the ids of its decoder of them.
         memory: what it will need on each device; its signals are those of one batch.
+        main_input: name of the input that tells the number of rows, None where there is none.
+        head: its output head, None where there is none or where it is in other processes that were not asked for it.
+        divides: whether a batch may be divided by rows: every activation then has rows too.
     """
 
     values: Mapping[Tap, Tensor]
@@ -30,6 +38,9 @@ class TeacherFacts:
     vocab_size: int | None
     class_name: str
     shifts_labels: bool
+    main_input: str | None
+    head: Head | None
+    divides: bool = False
     memory: tuple[DeviceMemory, ...] = ()
 
 
@@ -58,4 +69,37 @@ def facts_of(teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapp
         vocab_size=size if isinstance(size, int) else None,
         class_name=type(base_of(teacher)).__name__,
         shifts_labels=view.shifts_labels,
+        main_input=main_input_of(teacher),
+        head=head_of(teacher),
     )
+
+
+def divides_by_rows(teacher: nn.Module, facts: TeacherFacts, inputs: Mapping[str, Any]) -> bool:
+    """Tell whether every activation has its rows, and nothing else of the batch, along its first dimension.
+
+    Found by a second forward on fake tensors with each row twice: position embeddings that all rows share, or the
+    similarities of all rows with each other, do not become twice as long.
+
+    Args:
+        teacher: frozen.
+        facts: of the same ``inputs``.
+        inputs: a tiny batch as the teacher's forward takes it.
+    """
+    more = doubled(inputs, facts.main_input)
+    if more is None:
+        return False
+    try:
+        values = facts_of(teacher, list(facts.values), Trace(), more).values
+    except Exception as error:
+        logger.debug("A batch with each row twice is not possible for %s: %s", facts.class_name, error)
+        return False
+    return all(
+        value.dim() > 0 and values[tap].shape == (2 * len(value), *value.shape[1:])
+        for tap, value in facts.values.items()
+    )
+
+
+def main_input_of(teacher: nn.Module) -> str | None:
+    """Return the name of a transformers model's main input."""
+    name = getattr(base_of(teacher), "main_input_name", None)
+    return name if isinstance(name, str) else None

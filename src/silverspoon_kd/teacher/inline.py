@@ -44,6 +44,9 @@ class InlineRun(TeacherRun):
             value.record_stream(stream)
         return value
 
+    def costs(self) -> Mapping[str, float]:
+        return {}
+
     def close(self) -> None:
         self._values = {}
 

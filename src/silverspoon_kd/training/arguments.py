@@ -23,6 +23,8 @@ class TrainingArguments(transformers.TrainingArguments):
         teacher_lookahead: how many further steps the teacher may run ahead when overlap is on.
         teacher_timeout: seconds to wait for an answer of a dedicated teacher before the run fails.
         teacher_load_timeout: seconds to wait until a dedicated teacher is loaded.
+        teacher_micro_batches: into how many parts a dedicated "pp" teacher cuts a batch, so that its devices work at
+            the same time; None: as many as it has devices, on CPU slots one.
         alpha: share of the student's own task loss, 0..1: ``(1 - alpha) * distillation + alpha * task``.
         magnitude_aware_weighting: divide each term by its detached magnitude before its weight.
         backward_per_block: blockwise only: keep the activations of one block at a time (activation checkpointing).
@@ -48,6 +50,9 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     teacher_load_timeout: float = field(
         default=3600.0, metadata={"help": "Seconds to wait until a dedicated teacher is loaded."}
+    )
+    teacher_micro_batches: int | None = field(
+        default=None, metadata={"help": "Parts that a dedicated 'pp' teacher cuts a batch into; default: its devices."}
     )
     alpha: float = field(default=0.0, metadata={"help": "Share of the student's own task loss, 0..1."})
     magnitude_aware_weighting: bool = field(
@@ -83,6 +88,10 @@ class TrainingArguments(transformers.TrainingArguments):
         for name in ("teacher_timeout", "teacher_load_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} is not positive. Give seconds.")
+        if self.teacher_micro_batches is not None and self.teacher_micro_batches < 1:
+            raise ConfigurationError(
+                f"teacher_micro_batches={self.teacher_micro_batches} is not positive. Give 1 or more parts, or None."
+            )
         if self.e2e_eval_loss not in (None, "forward"):
             raise ConfigurationError(f"e2e_eval_loss={self.e2e_eval_loss!r} is unknown. Use None or 'forward'.")
         with readable_config(self) if self.deepspeed else nullcontext():

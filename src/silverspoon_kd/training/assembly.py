@@ -17,6 +17,7 @@ from silverspoon_kd.optim import STUDENT_GROUP, GroupSpec
 from silverspoon_kd.projectors import AlignmentProjectors
 from silverspoon_kd.projectors.build import projector_between
 from silverspoon_kd.student import StepOptions, StudentRoot, reached_parameters
+from silverspoon_kd.teacher import TeacherFacts
 from silverspoon_kd.tree import tensors_in
 
 
@@ -90,23 +91,29 @@ def check_modules(student: nn.Module, teacher: nn.Module | None, alignments: Seq
             find_module(teacher, alignment.teacher_module_name)
 
 
-def bind_heads(teacher: nn.Module | None, alignments: Sequence[Alignment]) -> None:
-    """Give the teacher's output embeddings to the losses that need them.
+def need_heads(alignments: Sequence[Alignment]) -> bool:
+    """Tell whether a loss needs the teacher's output head."""
+    return any(alignment.loss.needs_head for alignment in alignments)
+
+
+def bind_heads(facts: TeacherFacts, alignments: Sequence[Alignment], device: torch.device) -> None:
+    """Give the teacher's output head to the losses that need it, on the student's device and once for all of them.
 
     Raises:
-        AlignmentError: the teacher has none, or is in other processes.
+        AlignmentError: the teacher has none.
     """
-    for alignment in alignments:
-        if not alignment.loss.needs_head:
-            continue
-        head = None if teacher is None else getattr(base_of(teacher), "get_output_embeddings", lambda: None)()
-        if head is None:
-            raise AlignmentError(
-                f"The loss {alignment.loss.name!r} needs the teacher's output embeddings, which "
-                f"{'a dedicated teacher' if teacher is None else type(base_of(teacher)).__name__} does not hand out. "
-                "Use another loss."
-            )
-        alignment.loss = alignment.loss.with_head(head.weight.detach())  # type: ignore[attr-defined]
+    losses = [alignment for alignment in alignments if alignment.loss.needs_head]
+    if losses and facts.head is None:
+        raise AlignmentError(
+            f"The loss {losses[0].loss.name!r} needs the matrix of the teacher's output embeddings, but "
+            f"{facts.class_name} has none, or has quantised or offloaded it. Use another loss."
+        )
+    if not losses or facts.head is None:
+        return
+    weight = facts.head.weight.detach()
+    weight = weight if weight.device.type == device.type == "cpu" else weight.to(device)
+    for alignment in losses:
+        alignment.loss = alignment.loss.with_head(weight)  # type: ignore[attr-defined]
 
 
 def probe_inputs(

@@ -34,6 +34,7 @@ from silverspoon_kd.training.assembly import (
     check_modules,
     check_optimizer,
     group_specs,
+    need_heads,
     probe_inputs,
 )
 from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
@@ -110,7 +111,6 @@ def set_up(request: Request) -> Setup:
     known = args.remove_unused_columns and not (request.prepare_teacher or request.prepare_student)
     columns = used_columns(request.student, _columns_of(teacher), labels) if known else None
     examples = _examples(request, teacher, columns)
-    bind_heads(None if dedicated else teacher, request.objective.alignments)
     if dedicated:
         prepared = _dedicated(request, examples[1])
     else:
@@ -132,6 +132,8 @@ def set_up(request: Request) -> Setup:
         plan = plan_with_memory(plan, prepared.facts, assembly.root, assembly.trainable, args)
         tell(plan, args, noted)
         executor = prepared.place()
+        # Beside the student the head has moved with the teacher.
+        bind_heads(prepared.facts, request.objective.alignments, args.device)
     except BaseException:
         prepared.abandon()
         raise
@@ -217,5 +219,8 @@ def _dedicated(request: Request, example: Mapping[str, Any] | None) -> PreparedT
         autocast=autocast_dtype(args),
         timeout=args.teacher_timeout,
         load_timeout=args.teacher_load_timeout,
+        micro_batches=args.teacher_micro_batches,
+        wants_head=need_heads(request.objective.alignments),
     )
-    return DedicatedTeacher(world, taps, prepare=request.prepare_teacher)
+    module = request.teacher if isinstance(request.teacher, nn.Module) else None
+    return DedicatedTeacher(world, taps, prepare=request.prepare_teacher, device=args.device, module=module)

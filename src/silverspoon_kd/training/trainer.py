@@ -1,6 +1,7 @@
 """The Trainer that distils: thin overrides around one wrapped forward."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -60,6 +61,7 @@ class DistillationTrainer(SavingTrainer):
     _signature_columns: Any
     # By alignment: gradient norms and learning rates of the last step.
     _norms: dict[str, Tensor]
+    _teacher_costs: Counter[str]
     _rates: dict[str, Any]
 
     def __init__(
@@ -81,7 +83,7 @@ class DistillationTrainer(SavingTrainer):
         self._given_args = given or args
         self._wants_predictions, self._first_step_checked = True, False
         self._step_values, self._eval_values, self._num_steps = RunningMeans(), RunningMeans(), 0
-        self._norms, self._rates = {}, {}
+        self._norms, self._rates, self._teacher_costs = {}, {}, Counter()
         self._objective, self._prepare_student, self.student_model = objective, prepare_student_inputs, student_model
         request = Request(
             student=student_model,
@@ -152,6 +154,8 @@ class DistillationTrainer(SavingTrainer):
                 result = model(batch, run, counts, want_output=return_outputs and self._wants_predictions)
         finally:
             run.close()
+        if training:
+            self._teacher_costs.update(run.costs())
         self._record(result["parts"], training, inputs)
         loss = result.pop("loss")
         result.pop("parts")
@@ -165,6 +169,13 @@ class DistillationTrainer(SavingTrainer):
         per_step = self.args.gradient_accumulation_steps
         batches = self._ahead.next_batches(epoch_iterator, num_batches, per_step, left)
         return batches, self._get_num_items_in_batch(batches, device)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move a part of a batch to the device; what is there stays the tensor by which the teacher's run is found."""
+        there = isinstance(data, Tensor) and data.device.type == self.args.device.type == "cpu"
+        # The ranks of torchrun are on "cpu:0", to which PyTorch copies what is on the CPU already.
+        casts = self.is_deepspeed_enabled and isinstance(data, Tensor) and data.is_floating_point()
+        return data if there and not casts else super()._prepare_input(data)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Counts | None:
         return self._count(batch_samples, device) if batch_samples else None
@@ -305,6 +316,7 @@ class DistillationTrainer(SavingTrainer):
             deepspeed.check_same_ranks(folder, checkpoint.read_state(folder)["plan"], self.plan)
         self._first_step_checked = False
         self._step_values, self._num_steps = RunningMeans(), 0
+        self._teacher_costs.clear()
         with only_trainable(self.root, self._trainable), flags_kept_on_error(self.root):
             try:
                 return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
@@ -361,10 +373,12 @@ class DistillationTrainer(SavingTrainer):
         super().log(logs, start_time)
 
     def _step_logs(self) -> dict[str, float]:
-        values = self._step_values.drain(self.accelerator.gather, divisor=max(self._num_steps, 1))
-        self._num_steps = 0
+        num_steps, self._num_steps = max(self._num_steps, 1), 0
+        values = self._step_values.drain(self.accelerator.gather, divisor=num_steps)
         rates = {} if set(self._rates) == {STUDENT_GROUP} else self._rates
         logs = step_logs(values, rates, self._norms, self.state.global_step)
+        logs |= {name: cost / num_steps for name, cost in self._teacher_costs.items()}
+        self._teacher_costs.clear()
         for instrument in self._instruments:
             logs |= instrument.logs()
         return logs

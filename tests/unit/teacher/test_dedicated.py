@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from silverspoon_kd import ResponseBasedDistiller
+from silverspoon_kd import HolisticDistiller, ResponseBasedDistiller, create_alignments
 from silverspoon_kd.distributed import TeacherPlacement, setup_split_gpu
-from silverspoon_kd.errors import PlacementError
+from silverspoon_kd.errors import AlignmentError, PlacementError
 from support.architectures import ARCHITECTURES
 from support.distil import make, training_logs
-from support.tiny import arguments, distance, llama, qwen3, weights
+from support.more_models import bert
+from support.tiny import Rows, arguments, collate, distance, llama, qwen3, weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -52,6 +53,47 @@ def test_j_07_loader_workers(method, placement, tmp_path):
         multiprocessing.set_start_method(before, force=True)
     check_equal(found, expected)
     assert not [each for each in psutil.Process().children() if "silverspoon_kd" in " ".join(each.cmdline())]
+
+
+def test_the_log_tells_how_long_the_student_waited_and_what_it_got(placement, tmp_path):
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "eval_strategy": "steps"}
+    given = {"eval_dataset": Rows(n=2)}
+    for wish in (None, placement):
+        distiller = make("holistic", tmp_path, given=given, teacher_placement=wish, eval_steps=1, **options, **OPTIONS)
+        finish(distiller)
+        logs = training_logs(distiller)
+        if wish is None:
+            assert not [key for entry in logs for key in entry if key.startswith("teacher_")]
+    # Four layers, of two micro-batches of two rows; what evaluation gets is not counted.
+    assert [entry["teacher_bytes"] for entry in logs] == [2 * 4 * (2 * 12 * 32) * 4] * 4
+    assert all(0 < entry["teacher_wait"] < 30 for entry in logs)
+
+
+def test_the_head_of_a_teacher_given_by_its_folder(placement, tmp_path):
+    teacher, found = llama(0, tie_word_embeddings=True), []
+    teacher.save_pretrained(tmp_path / "teacher")
+    for wish, source in [(None, teacher), (placement, str(tmp_path / "teacher"))]:
+        student = llama(1, hidden=16)
+        alignments = create_alignments(
+            teacher, student, r"model\.layers\.[13]", "logit_lens_kl", output_selector_index=0
+        )
+        args = arguments(tmp_path / "run", teacher_placement=wish, **OPTIONS)
+        distiller = HolisticDistiller(
+            source, alignments, student, args=args, train_dataset=Rows(), data_collator=collate
+        )
+        found.append(finish(distiller))
+        heads = [each.loss.head for each in distiller._objective.alignments]
+        assert heads[0].data_ptr() == heads[1].data_ptr()
+        assert torch.equal(heads[0], teacher.lm_head.weight)
+    check_equal(*found)
+
+
+def test_a_teacher_without_a_head(placement, tmp_path):
+    for wish in (None, placement):
+        alignment = {"encoder.layer.1": {"loss_function": "logit_lens_kl"}}
+        with pytest.raises(AlignmentError, match="'logit_lens_kl' needs the matrix .* but BertModel has none"):
+            make("holistic", tmp_path, teacher=bert(0), student=bert(1), modules=r"encoder\.layer\.1",
+                 alignment=alignment, teacher_placement=wish, **OPTIONS)  # fmt: skip
 
 
 class Nested(nn.Module):

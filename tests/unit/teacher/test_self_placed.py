@@ -12,7 +12,8 @@ from silverspoon_kd.capture import Capture, Tap, Trace
 from silverspoon_kd.errors import PlacementError
 from silverspoon_kd.teacher.hygiene import check_not_quantised, freeze_teacher
 from silverspoon_kd.teacher.sharding import shard_frozen
-from silverspoon_kd.teacher.world.strategies import check_source, pipeline_map
+from silverspoon_kd.teacher.world.pipeline import pipeline_map
+from silverspoon_kd.teacher.world.strategies import check_source
 from support.distil import KINDS, make, training_logs
 from support.more_models import bert, gpt2
 from support.tiny import arguments, distance, llama, qwen3, weights

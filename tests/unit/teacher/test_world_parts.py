@@ -9,7 +9,8 @@ from torch import nn
 
 from silverspoon_kd.errors import PlacementError, TeacherError
 from silverspoon_kd.teacher.world.codec import decode, encode
-from silverspoon_kd.teacher.world.strategies import check_tensor_plan, pipeline_map
+from silverspoon_kd.teacher.world.pipeline import pipeline_map
+from silverspoon_kd.teacher.world.strategies import check_tensor_plan
 from silverspoon_kd.teacher.world.weights import adopt_weights, dump, load, places_in, share_weights
 from support.fresh import run_fresh
 from support.tiny import qwen3

@@ -85,20 +85,20 @@ class World:
             time.sleep(0.05)
         return json.loads(self.store.get("hello"))
 
-    def connect(self) -> Link:
-        """Join the wire; all students and teacher processes of the node do so at once."""
-        size = self._spec.num_students + self._spec.num_processes
-        with self.watching():
-            return interruptible(
-                lambda: Link(self.store, self._local_rank, size, self._spec.load_timeout, self._spec.timeout)
-            )
+    def connect(self, *, pinned: bool) -> Link:
+        """Join the wire; all students and teacher processes of the node do so at once.
 
-    def answering(self, rows: int) -> list[int]:
-        """Return the link ranks of the processes that send activations for a batch of ``rows``."""
-        if self._spec.strategy != "sharded":
-            return [self.lead]
-        share = -(-rows // self._spec.num_processes)
-        return [self.lead + number for number in range(-(-rows // max(share, 1)))]
+        Args:
+            pinned: see :class:`Link`.
+        """
+        size, limits = self._spec.num_students + self._spec.num_processes, (self._spec.load_timeout, self._spec.timeout)
+        with self.watching():
+            return interruptible(lambda: Link(self.store, self._local_rank, size, *limits, pinned=pinned))
+
+    @property
+    def num_answering(self) -> int:
+        """Among how many processes the rows of a request are divided, each of which sends its activations."""
+        return self._spec.num_processes if self._spec.strategy == "sharded" else 1
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -1,11 +1,16 @@
 """The wire between student ranks and the teacher's processes on one node.
 
 A process group of its own, made from a private store, so that the default groups on both sides stay what they are.
-Student ranks come first (0..N-1), teacher processes follow (N..N+M-1). A message is a fixed header, a JSON text that
-describes it, and its tensors; all of a pair of processes arrive in the order in which they were sent.
+Student ranks come first (0..N-1), teacher processes follow (N..N+M-1). A message is a block of fixed size, which holds
+a JSON text that describes it, and one buffer with the bytes of all its tensors, if there are any; all of a pair of
+processes arrive in the order in which they were sent.
+
+Tensors of an accelerator are staged in pinned host memory by a stream of their own. For each receiver a thread waits
+until that is done, sends, and keeps the memory until it is taken: the forward that made the tensors goes on meanwhile.
 """
 
 import json
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +27,12 @@ from silverspoon_kd.errors import TeacherError
 
 T = TypeVar("T")
 
-_HEADER, _TEXT, _TENSOR = 1, 2, 3
+_BLOCK, _BUFFER = 1, 2
+_BLOCK_BYTES = 1024
+_LENGTHS = struct.Struct("=qq")  # of the text and of the buffer, in bytes
+_ROOM = _BLOCK_BYTES - _LENGTHS.size  # a longer text begins the buffer
+_ALIGNMENT = 64  # bytes
+_FOREVER = timedelta(days=365)
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -46,13 +56,23 @@ class Message:
 
     Attributes:
         content: the JSON part.
-        tensors: in the order in which they were sent, on CPU.
+        tensors: in the order in which they were sent, on CPU, views of one buffer.
         source: rank of the sender.
     """
 
     content: dict[str, Any]
     tensors: list[Tensor]
     source: int
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A message on its way: what it says, and the buffer, which is complete when the events are reached."""
+
+    text: bytes
+    buffer: Tensor | None
+    events: Sequence[torch.Event]
+    failed: Callable[[Exception], dict[str, Any]] | None
 
 
 class Link:
@@ -64,28 +84,55 @@ class Link:
         size: processes of the link; all must take part.
         join_timeout: longest wait for the other processes, in seconds.
         timeout: longest wait for a message, in seconds; None: for ever.
+        pinned: receive into pinned memory, from which an accelerator copies without being waited for.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, join_timeout: float, timeout: float | None) -> None:
-        self.rank, self.size = rank, size
-        self._timeout = timedelta(days=365) if timeout is None else timedelta(seconds=timeout)
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        join_timeout: float,
+        timeout: float | None,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        self.rank, self.size, self._pinned = rank, size, pinned
+        self._timeout = _FOREVER if timeout is None else timedelta(seconds=timeout)
         joining = timedelta(seconds=join_timeout)
         self._group: Any = dist.ProcessGroupGloo(PrefixStore("silverspoon_kd/link", store), rank, size, joining)
         self._group.set_timeout(self._timeout)
-        # A tensor must live until the other side has taken it.
-        self._in_flight: list[tuple[dist.Work, Tensor]] = []
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._outboxes: dict[int, SimpleQueue[_Parcel | None]] = {}
+        self._broken: Exception | None = None
 
-    def send(self, to: int, content: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Start sending a message; does not wait for the receiver."""
-        parts = [_contiguous_on_cpu(tensor) for tensor in tensors]
-        described = {**content, "tensors": [[dtype_name(part.dtype), list(part.shape)] for part in parts]}
-        text = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
-        self._start(to, torch.tensor([len(text)], dtype=torch.int64), _HEADER)
-        self._start(to, text, _TEXT)
-        for part in parts:
-            if part.numel():
-                self._start(to, part.flatten().view(torch.uint8), _TENSOR)
-        self._forget_sent()
+    def send(
+        self,
+        to: int,
+        content: dict[str, Any],
+        tensors: Sequence[Tensor] = (),
+        failed: Callable[[Exception], dict[str, Any]] | None = None,
+    ) -> None:
+        """Start sending a message; waits neither for the receiver nor for an accelerator.
+
+        Args:
+            to: rank of the receiver.
+            content: as JSON takes it.
+            tensors: of any device; not changed until they are received.
+            failed: what to send in place of the message if the work that makes the tensors fails on its device.
+
+        Raises:
+            RuntimeError: an earlier message could not be sent.
+        """
+        if self._broken is not None:
+            raise RuntimeError("An earlier message could not be sent.") from self._broken
+        described = {**content, "tensors": [[dtype_name(each.dtype), list(each.shape)] for each in tensors]}
+        text = json.dumps(described).encode()
+        buffer, events = self._pack(text if len(text) > _ROOM else b"", [each.detach() for each in tensors])
+        if to not in self._outboxes:
+            self._outboxes[to] = SimpleQueue()
+            threading.Thread(target=self._deliver, args=(to, self._outboxes[to]), daemon=True).start()
+        self._outboxes[to].put(_Parcel(text, buffer, events, failed))
 
     def receive(self, source: int | None = None) -> Message:
         """Wait for a message, from ``source`` or from anybody.
@@ -93,29 +140,87 @@ class Link:
         Raises:
             RuntimeError: the other side is gone, or the time is over.
         """
-        header = torch.zeros(1, dtype=torch.int64)
+        block = bytearray(_BLOCK_BYTES)
+        header = torch.frombuffer(block, dtype=torch.uint8)
         if source is None:
-            work = self._group.recv_anysource([header], _HEADER)
+            work = self._group.recv_anysource([header], _BLOCK)
             work.wait()
             source = work._source_rank()
         else:
-            self._group.recv([header], source, _HEADER).wait(self._timeout)
-        text = torch.empty(int(header), dtype=torch.uint8)
-        self._group.recv([text], source, _TEXT).wait(self._timeout)
-        content = json.loads(bytes(text.tolist()).decode())
-        tensors = []
-        for name, shape in content.pop("tensors"):
-            tensor = torch.empty(shape, dtype=DTYPES[name])
-            if tensor.numel():
-                self._group.recv([tensor.view(-1).view(torch.uint8)], source, _TENSOR).wait(self._timeout)
-            tensors.append(tensor)
-        return Message(content, tensors, source)
+            self._group.recv([header], source, _BLOCK).wait(self._timeout)
+        length, nbytes = _LENGTHS.unpack_from(block)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        if nbytes:
+            self._group.recv([buffer], source, _BUFFER).wait(self._timeout)
+        inside = length > _ROOM
+        text = buffer[:length].numpy().tobytes() if inside else block[_LENGTHS.size : _LENGTHS.size + length]
+        content = json.loads(text)
+        return Message(content, _views(buffer, content.pop("tensors"), length if inside else 0), source)
 
-    def _start(self, to: int, tensor: Tensor, tag: int) -> None:
-        self._in_flight.append((self._group.send([tensor], to, tag), tensor))
+    def close(self) -> None:
+        """End the threads that send."""
+        for outbox in self._outboxes.values():
+            outbox.put(None)
 
-    def _forget_sent(self) -> None:
-        self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
+    def _pack(self, text: bytes, tensors: Sequence[Tensor]) -> tuple[Tensor | None, list[torch.Event]]:
+        """Return the buffer of a message that begins with ``text``, and the events after which it is complete."""
+        whole = [each for each in tensors if each.numel()]
+        if not text and len(whole) == 1 and whole[0].device.type == "cpu" and whole[0].is_contiguous():
+            return whole[0].view(-1).view(torch.uint8), []
+        places, total = _places([each.nbytes for each in tensors], len(text))
+        if total == 0:
+            return None, []
+        staged = any(each.device.type != "cpu" for each in whole)
+        buffer = torch.empty(total, dtype=torch.uint8, pin_memory=staged)
+        if text:
+            buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        events = []
+        for each, place in zip(tensors, places, strict=True):
+            target = buffer[place : place + each.nbytes].view(each.dtype).view(each.shape) if each.numel() else each
+            if each.numel() and each.device.type == "cpu":
+                target.copy_(each)
+            elif each.numel():
+                events.append(self._copy_out(each, target))
+        return buffer, events
+
+    def _copy_out(self, tensor: Tensor, target: Tensor) -> torch.Event:
+        """Start copying to pinned memory behind what made the tensor, and return the event of the end."""
+        device = tensor.device
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device=device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            target.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+        return stream.record_event()
+
+    def _deliver(self, to: int, outbox: "SimpleQueue[_Parcel | None]") -> None:
+        try:
+            while (parcel := outbox.get()) is not None:
+                parcel = self._completed(parcel)
+                block, buffer = _block(parcel), parcel.buffer
+                sent = [self._group.send([torch.frombuffer(block, dtype=torch.uint8)], to, _BLOCK)]
+                if buffer is not None:
+                    sent.append(self._group.send([buffer], to, _BUFFER))
+                for work in sent:
+                    work.wait(_FOREVER)
+                del parcel, buffer, sent, work  # the next one may be long in coming
+        except Exception as error:
+            self._broken = error
+
+    def _completed(self, parcel: _Parcel) -> _Parcel:
+        """Return the message when its copies are done, or the one that tells why they never will be."""
+        try:
+            for event in parcel.events:
+                event.synchronize()
+        except Exception as error:
+            if parcel.failed is None:
+                raise
+            text = json.dumps({**parcel.failed(error), "tensors": []}).encode()
+            buffer, _ = self._pack(text if len(text) > _ROOM else b"", [])
+            return _Parcel(text, buffer, [], None)
+        return parcel
 
 
 def interruptible(wait: Callable[[], T]) -> T:
@@ -135,8 +240,31 @@ def interruptible(wait: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def _contiguous_on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
+def _block(parcel: _Parcel) -> bytearray:
+    block = bytearray(_BLOCK_BYTES)
+    _LENGTHS.pack_into(block, 0, len(parcel.text), 0 if parcel.buffer is None else parcel.buffer.numel())
+    if len(parcel.text) <= _ROOM:
+        block[_LENGTHS.size : _LENGTHS.size + len(parcel.text)] = parcel.text
+    return block
+
+
+def _places(sizes: Sequence[int], start: int) -> tuple[list[int], int]:
+    """Return where parts of these sizes begin in a buffer behind ``start`` bytes, and the size of the buffer."""
+    places, end = [], start
+    for size in sizes:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT if size else end
+        places.append(begin)
+        end = begin + size
+    return places, end
+
+
+def _views(buffer: Tensor, described: Sequence[tuple[str, list[int]]], start: int) -> list[Tensor]:
+    shapes = [(torch.Size(shape), DTYPES[name]) for name, shape in described]
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
+    return [
+        buffer[place : place + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+        for (shape, dtype), size, place in zip(shapes, sizes, _places(sizes, start)[0], strict=True)
+    ]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

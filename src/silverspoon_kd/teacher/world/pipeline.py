@@ -12,7 +12,8 @@ def pipeline_map(teacher: nn.Module, devices: Sequence[str]) -> dict[str, str]:
     """Divide a model into runs of consecutive parts, one for each device, the fullest as small as possible.
 
     A part is a block (a class of ``_no_split_modules``, else of a list of modules) or what lies between blocks; parts
-    that share weights, such as a tied head and its embeddings, stay together.
+    that share weights, such as a tied head and its embeddings, stay together. Tables without weights, such as rotary
+    ones, are on the first device, which needs them first: from the last it would wait for them in every micro-batch.
 
     Args:
         teacher: the model; only sizes are read.
@@ -26,7 +27,11 @@ def pipeline_map(teacher: nn.Module, devices: Sequence[str]) -> dict[str, str]:
     owner: dict[int, int] = {}
     parts: list[list[str]] = []
     sizes: list[int] = []
+    tables: list[str] = []
     for name, held in _parts(base, "", blocks):
+        if not any(isinstance(tensor, nn.Parameter) for tensor in held):
+            tables.append(name)
+            continue
         tensors = {id(tensor): tensor.numel() * tensor.element_size() for tensor in held}
         shared = next((owner[key] for key in tensors if key in owner), None)
         place = len(parts) if shared is None else shared
@@ -37,7 +42,8 @@ def pipeline_map(teacher: nn.Module, devices: Sequence[str]) -> dict[str, str]:
         sizes[place] += sum(size for key, size in tensors.items() if key not in owner)
         owner.update(dict.fromkeys(tensors.keys() - owner.keys(), place))
     cut = cut_evenly(sizes, len(devices))
-    return {name: devices[number] for names, number in zip(parts, cut, strict=True) for name in names}
+    found = {name: devices[number] for names, number in zip(parts, cut, strict=True) for name in names}
+    return found | dict.fromkeys(tables, devices[0])
 
 
 def cut_evenly(sizes: Sequence[int], num_runs: int) -> list[int]:

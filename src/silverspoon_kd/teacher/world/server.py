@@ -1,8 +1,10 @@
 """A teacher process at work: one forward for each request, each activation sent as soon as it exists."""
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +15,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
 from silverspoon_kd.capture.probe import example_inputs
 from silverspoon_kd.errors import DataError, PlacementError
-from silverspoon_kd.teacher.facts import facts_of
+from silverspoon_kd.teacher.facts import divides_by_rows, facts_of
 from silverspoon_kd.teacher.sharding import free_gathered
 from silverspoon_kd.teacher.world.codec import decode
 from silverspoon_kd.teacher.world.link import Link, Message, dtype_name
 from silverspoon_kd.teacher.world.needs import WorldMemory
+from silverspoon_kd.teacher.world.parts import num_parts, part_of
 from silverspoon_kd.teacher.world.reports import Report, ReportedError, report_of
+from silverspoon_kd.teacher.world.shared_head import SharedHead
 from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.teacher.world.strategies import build_teacher
-from silverspoon_kd.tree import map_tensors, shapes, tensors_in
+from silverspoon_kd.tree import map_tensors, shapes
 
 # A student may be busy for as long as it likes: saving, evaluating, or stopped in a debugger.
 _FOREVER = timedelta(days=365)
@@ -47,6 +51,7 @@ class Server:
             self._requests = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._trace = Trace()
         self._taps = list(spec.taps)
+        self._head: SharedHead | None = None
 
     def run(self) -> None:
         """Load the teacher, tell the students about it, and serve."""
@@ -60,7 +65,10 @@ class Server:
             self._store.set("hello", json.dumps(facts))
         students = self._spec.num_students
         limit = self._spec.load_timeout
-        self._link = Link(self._store, students + self._rank, students + self._size, limit, None)
+        pinned = self._spec.device_type != "cpu"
+        self._link = Link(self._store, students + self._rank, students + self._size, limit, None, pinned=pinned)
+        if self._head is not None:
+            self._head.close()
         while True:
             self._serve(self._next())
 
@@ -82,7 +90,14 @@ class Server:
                 [dtype_name(found.values[tap].dtype), list(found.values[tap].shape)] for tap in self._taps
             ]
             facts.update(columns=found.columns, vocab_size=found.vocab_size, shifts_labels=found.shifts_labels)
-            facts["class"] = found.class_name
+            facts["class"], facts["main_input"] = found.class_name, found.main_input
+            self._num_parts = 1
+            if self._spec.num_parts > 1 and divides_by_rows(teacher, found, inputs):
+                self._num_parts = self._spec.num_parts
+            facts["divides"], self._main_input = self._num_parts > 1, found.main_input
+            if self._spec.shares_head and self._rank == 0:
+                self._head = SharedHead(teacher)
+            facts["head"] = None if self._head is None else self._head.description
             self._memory = WorldMemory(teacher, self._spec, self._rank, self._taps, self._trace)
 
         return describe
@@ -112,89 +127,82 @@ class Server:
         box: list[Any] = [None]
         if self._rank == 0:
             message = self._link.receive()
-            box = [(message.content, message.tensors, message.source)]
+            # Each would be sent with the whole buffer that it is a view of.
+            tensors = [tensor.clone() for tensor in message.tensors]
+            box = [(message.content, tensors, message.source)]
         dist.broadcast_object_list(box, src=0, group=self._requests)
         return Message(*box[0])
 
     def _serve(self, message: Message) -> None:
         inputs = decode(message.content["inputs"], message.tensors)
-        run = _Answer(self._link, message.source, message.content["id"], self._taps)
-        try:
-            rows = self._divide(inputs)
-            run.keep = rows.keep
-            self._forward(rows.inputs, run)
-        except Exception as error:
+
+        def report(error: Exception) -> Report:
             where = f"(In the teacher's forward; its batch was {shapes(inputs) or 'without tensors'}.)"
-            report = report_of(error, where, alone=self._size == 1)
+            return report_of(error, where, alone=self._size == 1)
+
+        reply = _Reply(self._link, message.source, message.content["id"], self._taps, report)
+        try:
+            self._forward(inputs, reply)
+        except Exception as error:
             if self._size > 1:
                 # The other processes wait in a collective of this forward: the world cannot go on.
-                raise ReportedError(report) from error
-            run.fail(report)
-        run.close()
+                raise ReportedError(report(error)) from error
+            reply.fail(error)
 
-    def _forward(self, inputs: dict[str, Any], run: "_Answer") -> None:
+    def _forward(self, inputs: dict[str, Any], reply: "_Reply") -> None:
+        """Run the parts of the batch that are this process's, one after the other.
+
+        Nothing waits for a device in between, so the devices of a pipeline work on different parts at the same time.
+        """
         device = next(self._teacher.parameters()).device
         if device.type != "meta":
-            inputs = map_tensors(lambda tensor: tensor.to(device), inputs)
-        dtype = self._spec.autocast
-        mixed = torch.autocast(self._spec.device_type, dtype=dtype) if dtype is not None else nullcontext()
-        answers = self._spec.strategy != "tp" or self._rank == 0
-        capture = Capture(self._teacher, self._taps, self._trace, on_value=run.send if answers else None)
-        with torch.no_grad(), mixed:
-            capture.run(lambda: self._teacher(**self._view(inputs)), may_stop=True)
-        if answers:
-            for tap in self._taps:
-                run.send(tap, capture.values[tap])
+            # From pinned memory an accelerator copies without being waited for.
+            inputs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)
+        parts = num_parts(inputs, self._main_input, self._num_parts)
+        pipelined, dtype = self._spec.strategy == "pp", self._spec.autocast
+        for number in range(parts) if pipelined else [self._rank]:
+            # Every process runs a forward, if need be on rows that are not its own.
+            inside = number < parts
+            part = part_of(inputs, self._main_input, number if inside else 0, parts)
+            send = partial(reply.send, part=number, parts=parts) if pipelined else partial(reply.send, part=0, parts=1)
+            capture = Capture(self._teacher, self._taps, self._trace, on_value=send if inside else None)
+            mixed = torch.autocast(self._spec.device_type, dtype=dtype) if dtype is not None else nullcontext()
+            with torch.no_grad(), mixed:
+                capture.run(partial(self._teacher, **self._view(part)), may_stop=True)
+            for tap in self._taps if inside else ():
+                send(tap, capture.values[tap])
         free_gathered(self._teacher)
 
-    def _divide(self, inputs: dict[str, Any]) -> "_Rows":
-        """Return this process's rows; every process runs a forward, if need be on a row that is not its own."""
-        if self._spec.strategy != "sharded" or self._size == 1:
-            return _Rows(inputs, None)
-        total = max((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), default=0)
-        share = -(-total // self._size)
-        first = min(self._rank * share, total - 1)
-        last = max(min((self._rank + 1) * share, total), first + 1)
-        own = max(0, min((self._rank + 1) * share, total) - self._rank * share)
 
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor[first:last] if tensor.dim() and len(tensor) == total else tensor
-
-        return _Rows(map_tensors(cut, inputs), own)
-
-
-class _Rows:
-    """The inputs of one process, and how many rows of its outputs are wanted (None: all)."""
-
-    def __init__(self, inputs: dict[str, Any], keep: int | None) -> None:
-        self.inputs, self.keep = inputs, keep
-
-
-class _Answer:
+class _Reply:
     """The activations of one request on their way back."""
 
-    def __init__(self, link: Link, to: int, number: int, taps: list[Tap]) -> None:
+    def __init__(
+        self, link: Link, to: int, number: int, taps: list[Tap], report: Callable[[Exception], Report]
+    ) -> None:
         self._link, self._to, self._number = link, to, number
         self._index = {tap: index for index, tap in enumerate(taps)}
-        self._sent: dict[Tap, Tensor] = {}
-        self.keep: int | None = None
+        self._part, self._sent = 0, dict[Tap, Tensor]()
 
-    def send(self, tap: Tap, value: Tensor) -> None:
-        """Send one activation once; the same tensor under a second name is only named."""
-        if tap in self._sent or self.keep == 0:
+        def error_message(error: Exception) -> dict[str, Any]:
+            return {"id": number, "error": report(error)}
+
+        self._error_message = error_message
+
+    def send(self, tap: Tap, value: Tensor, *, part: int, parts: int) -> None:
+        """Send a part of an activation once; the same tensor under a second name is only named."""
+        if part != self._part:
+            self._part, self._sent = part, {}
+        if tap in self._sent:
             return
-        content = {"id": self._number, "tap": self._index[tap]}
+        content = {"id": self._number, "tap": self._index[tap], "part": part, "parts": parts}
         same = next((other for other, tensor in self._sent.items() if tensor is value), None)
         self._sent[tap] = value
         if same is not None:
             self._link.send(self._to, {**content, "same_as": self._index[same]})
         else:
-            self._link.send(self._to, content, [value if self.keep is None else value[: self.keep]])
+            self._link.send(self._to, content, [value], failed=self._error_message)
 
-    def fail(self, report: Report) -> None:
+    def fail(self, error: Exception) -> None:
         """Send an error in place of what is still missing."""
-        self._link.send(self._to, {"id": self._number, "error": report})
-
-    def close(self) -> None:
-        """Forget the activations."""
-        self._sent.clear()
+        self._link.send(self._to, self._error_message(error))

@@ -29,6 +29,8 @@ class WorldSpec:
         load_timeout: longest wait for the teacher to be loaded, in seconds.
         search_path: the starting process's ``sys.path``.
         rows: of a batch of the run.
+        micro_batches: into how many parts "pp" cuts a request, so that its devices work at the same time.
+        shares_head: whether the students want the teacher's output head.
     """
 
     source: str | Callable[[], nn.Module] | nn.Module
@@ -45,8 +47,15 @@ class WorldSpec:
     load_timeout: float
     search_path: tuple[str, ...]
     rows: int = 1
+    micro_batches: int = 1
+    shares_head: bool = False
 
     @property
     def num_processes(self) -> int:
         """Processes of the world."""
         return 1 if self.strategy == "pp" else len(self.devices)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a request is cut where its rows allow it."""
+        return {"pp": self.micro_batches, "tp": 1, "sharded": len(self.devices)}[self.strategy]

@@ -13,7 +13,6 @@ from silverspoon_kd.errors import PlacementError, TeacherError
 from silverspoon_kd.teacher.hygiene import check_not_quantised, freeze_teacher, is_self_placed
 from silverspoon_kd.teacher.loading import describe_model, load_model
 from silverspoon_kd.teacher.sharding import shard_frozen
-from silverspoon_kd.teacher.world.pipeline import pipeline_map
 from silverspoon_kd.teacher.world.spec import WorldSpec
 from silverspoon_kd.versions import apply_tensor_plan
 
@@ -32,14 +31,15 @@ def build_teacher(spec: WorldSpec, rank: int, describe: Callable[[nn.Module], No
 
 def place_pipeline(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:
     """Spread whole blocks over all devices of the one process, in order, balanced by size."""
+    from silverspoon_kd.teacher.world.dispatch import dispatch, move_once
+
     if is_self_placed(teacher):
+        move_once(teacher)
         return teacher
     devices = [f"{spec.device_type}:{index}" for index in spec.devices]
     if spec.device_type == "cpu" or len(devices) == 1:
         return teacher.to("cpu" if spec.device_type == "cpu" else devices[0])
-    from accelerate import dispatch_model
-
-    return dispatch_model(teacher, device_map=pipeline_map(teacher, devices), main_device=devices[0])
+    return dispatch(teacher, devices)
 
 
 def place_tensor(teacher: nn.Module, spec: WorldSpec, rank: int) -> nn.Module:

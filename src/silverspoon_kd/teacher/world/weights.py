@@ -36,6 +36,10 @@ class SharedWeights:
         start = tensor.data_ptr() - self.base.data_ptr()
         return start if 0 <= start < self.nbytes else None
 
+    def close(self) -> None:
+        """Let nobody else open the file; it lives on where it is mapped."""
+        os.close(self.fd)
+
 
 def map_file(path: str, nbytes: int) -> Tensor:
     """Return the bytes of a file as a uint8 tensor that shares its pages."""
@@ -125,15 +129,16 @@ def _return_freed_memory() -> None:
 
 def _rebuild(place: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], parameter: bool) -> Tensor:
     assert _base is not None, "the file with the weights was not given"
-    view = _strided(_base, place, dtype, size, stride)
+    view = strided_view(_base, place, dtype, size, stride)
     return nn.Parameter(view, requires_grad=False) if parameter else view
 
 
 def _view(base: Tensor, place: int, like: Tensor) -> Tensor:
-    return _strided(base, place, like.dtype, like.shape, like.stride())
+    return strided_view(base, place, like.dtype, like.shape, like.stride())
 
 
-def _strided(base: Tensor, place: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+def strided_view(base: Tensor, place: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Return the tensor of this layout that starts at byte ``place`` of ``base``."""
     length = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
     return base[place : place + length * dtype.itemsize].view(dtype).as_strided(tuple(size), tuple(stride))
 
