@@ -151,7 +151,7 @@ def memory_as_predicted(strategy: str, most: float) -> None:
 
     def describe(teacher: nn.Module) -> None:
         facts_of(teacher, taps, trace, example)
-        memory.append(WorldMemory(teacher, spec, RANK, taps, trace))
+        memory.append(WorldMemory(teacher, spec, RANK, taps, trace, spec.num_parts))
 
     sim.set_device(HOME)
     gc.collect()

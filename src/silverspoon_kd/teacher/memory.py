@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
 from silverspoon_kd.capture.probe import fake_forward
+from silverspoon_kd.teacher.world.dispatch import Copies
 from silverspoon_kd.tree import map_tensors, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -214,22 +216,17 @@ def _placer(places: Mapping[str, str] | None) -> Callable[[str, Tensor], torch.d
 
 
 def _route(teacher: nn.Module, places: Mapping[str, str] | None) -> None:
-    """Let each placed module move what it gets to its device, and the model its output to the first, as dispatched."""
-    modules = dict(teacher.named_modules())
+    """Let each placed module move what it gets to its device once, as that of a dispatched model does."""
+    modules, copies = dict(teacher.named_modules()), Copies()
     for name, device in (places or {}).items():
-        if name in modules and name:
-            module = modules[name]
-            module.forward = _moving(module.forward, torch.device(device), None)
-    if places:
-        home = _home(teacher, places)
-        teacher.forward = _moving(teacher.forward, home, home)
+        if name in modules:
+            modules[name].forward = _moving(modules[name].forward, copies, torch.device(device))
 
 
-def _moving(forward: Callable, device: torch.device, back: torch.device | None) -> Callable:
+def _moving(forward: Callable, copies: Copies, device: torch.device) -> Callable:
     @functools.wraps(forward)
     def moved(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_tensors(lambda tensor: tensor.to(device), (args, kwargs))
-        output = forward(*args, **kwargs)
-        return output if back is None else map_tensors(lambda tensor: tensor.to(back), output)
+        args, kwargs = map_tensors(partial(copies.on, device), (args, kwargs))
+        return forward(*args, **kwargs)
 
     return moved

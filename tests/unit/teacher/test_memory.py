@@ -56,9 +56,9 @@ def test_a_forward_on_two_devices_by_hand(rows):
     places = {"first": "cuda:0", "second": "cuda:1"}
     assert weight_bytes(model, places) == {"cuda:0": 900 * FLOAT, "cuda:1": (808 + 5) * FLOAT}
     found = forward_bytes(model, taps, trace, {"x": x}, rows, places, None)
-    # The inputs, what the first gives, and the outputs that come back to the first device.
-    assert found.peak == {"cuda:0": (8 + 100 + 8) * FLOAT * rows, "cuda:1": (100 + 8) * FLOAT * rows}
-    assert found.signals == {"cuda:0": (100 + 8) * FLOAT * rows}
+    # The inputs and what the first gives; a copy of that and the outputs, which stay there.
+    assert found.peak == {"cuda:0": (8 + 100) * FLOAT * rows, "cuda:1": (100 + 8) * FLOAT * rows}
+    assert found.signals == {"cuda:0": 100 * FLOAT * rows, "cuda:1": 8 * FLOAT * rows}
     assert before == {name: id(module.forward) for name, module in model.named_modules() if "forward" in vars(module)}
     assert model(x).device.type == "cpu"
 

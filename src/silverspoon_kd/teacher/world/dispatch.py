@@ -28,7 +28,7 @@ def move_once(teacher: nn.Module) -> None:
     masks and rotary tables from the first device to every layer of the others, and the output back to the first device;
     then the first device can begin with the next micro-batch only when the last has finished this one.
     """
-    base, copies = base_of(teacher), _Copies()
+    base, copies = base_of(teacher), Copies()
     for name in getattr(teacher, "hf_device_map", {}):
         module = _find(base, name)
         hook = getattr(module, "_hf_hook", None)
@@ -40,7 +40,7 @@ def move_once(teacher: nn.Module) -> None:
             each.io_same_device = False
 
 
-class _Copies:
+class Copies:
     """Copies of tensors on other devices, kept as long as the tensors themselves."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Copies:
 
 
 class _MoveOnce(ModelHook):
-    def __init__(self, copies: _Copies, device: str | int | torch.device) -> None:
+    def __init__(self, copies: Copies, device: str | int | torch.device) -> None:
         self._copies, self._device = copies, torch.device(device)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:

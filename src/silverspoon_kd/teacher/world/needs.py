@@ -22,20 +22,22 @@ class WorldMemory:
         rank: of this process in the world.
         taps: activations that will be recorded.
         trace: of an earlier forward.
+        num_parts: into how many parts a batch is divided.
     """
 
-    def __init__(self, teacher: nn.Module, spec: WorldSpec, rank: int, taps: Sequence[Tap], trace: Trace) -> None:
+    def __init__(
+        self, teacher: nn.Module, spec: WorldSpec, rank: int, taps: Sequence[Tap], trace: Trace, num_parts: int
+    ) -> None:
         self._spec, self._devices = spec, [f"{spec.device_type}:{index}" for index in spec.devices]
         one = "cpu" if spec.device_type == "cpu" else self._devices[rank if spec.strategy != "pp" else 0]
         self._one = one
         places: Mapping[str, str] | None = {"": one}
-        rows = spec.rows
+        self._num_parts = min(num_parts, spec.rows)
+        rows = -(-spec.rows // self._num_parts)
         if spec.strategy == "pp" and is_self_placed(teacher):
             places = None
         elif spec.strategy == "pp" and spec.device_type != "cpu" and len(spec.devices) > 1:
             places = pipeline_map(teacher, self._devices)
-        elif spec.strategy == "sharded":
-            rows = -(-rows // spec.num_processes)
         self._gathered = 0
         self._weights = weight_bytes(teacher, places)
         if spec.strategy == "sharded" and spec.num_processes > 1 and not is_self_placed(teacher):
@@ -69,6 +71,8 @@ class WorldMemory:
         if self._forward is not None:
             signals = self._forward.signals.get(device, 0)
             forward = self._forward.peak.get(device, 0) - signals
+            # The parts of a pipeline follow each other before the first is on its way.
+            signals *= self._num_parts if self._spec.strategy == "pp" else 1
         weights = self._weights.get(device, 0)
         return [("weights", weights), ("gathered", self._gathered), ("forward", forward), ("signals", signals)]
 

@@ -98,7 +98,7 @@ class Server:
             if self._spec.shares_head and self._rank == 0:
                 self._head = SharedHead(teacher)
             facts["head"] = None if self._head is None else self._head.description
-            self._memory = WorldMemory(teacher, self._spec, self._rank, self._taps, self._trace)
+            self._memory = WorldMemory(teacher, self._spec, self._rank, self._taps, self._trace, self._num_parts)
 
         return describe
 
