@@ -69,8 +69,7 @@ class Placed:
     losses: list[dict[str, float]]
 
 
-# Every distiller with every placement on one rank (on two: the matrix), and each strategy with other numbers of ranks and
-# devices.
+# Every distiller with every placement on one rank (on two: matrix_runs.py), and each strategy with other numbers.
 MATRIX = [
     PlacedRun(distiller, placement, 1, devices)
     for distiller in CASES
