@@ -91,7 +91,7 @@ RUNS = sorted([*MATRIX, *NUMBERS, *LENS], key=lambda run: run.ranks)
 
 def run_here(run: PlacedRun, folder: Path) -> Placed:
     """Train on this rank."""
-    return trained(distiller_here(run, folder))
+    return _closed(distiller_here(run, folder))
 
 
 def distiller_here(run: PlacedRun, folder: Path) -> Any:
@@ -106,7 +106,7 @@ def distiller_here(run: PlacedRun, folder: Path) -> Any:
 
 def run_reference(run: PlacedRun, folder: Path) -> Placed:
     """Train in this process with the teacher in it and all rows of a step in one batch."""
-    return trained(_distiller(run, folder, BATCH * run.ranks, Collate()))
+    return _closed(_distiller(run, folder, BATCH * run.ranks, Collate()))
 
 
 def path_of(folder: Path, run: PlacedRun, rank: int) -> Path:
@@ -128,10 +128,15 @@ def trained(distiller: Any) -> Placed:
     """Train and keep what is compared."""
     before = _copies(distiller.root)
     distiller.train()
-    distiller._executor.close()
     logs = [entry for entry in distiller.state.log_history if "loss" in entry]
     losses = [{key: value for key, value in entry.items() if key.startswith("loss")} for entry in logs]
     return Placed(before, _copies(distiller.root), losses)
+
+
+def _closed(distiller: Any) -> Placed:
+    outcome = trained(distiller)
+    distiller._executor.close()
+    return outcome
 
 
 def _distiller(run: PlacedRun, folder: Path, batch: int, collate: Collate, **changes: Any) -> Any:

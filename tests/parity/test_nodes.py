@@ -13,7 +13,7 @@ from parity.placement_runs import SLOTS, run_reference
 from parity.runs import identical, relative
 from support.ranks import marked, started
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(240)]
 
 RANKS = range(NODES * PER_NODE)
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
         started(program, [folder], log=logs[0], rendezvous=[*common, "--node_rank=0"], **options) as (one, first),
         started(program, [folder], log=logs[1], rendezvous=[*common, "--node_rank=1"], **options) as (other, second),
     ):
-        deadline = time.monotonic() + 110
+        deadline = time.monotonic() + 220
         while None in (one.poll(), other.poll()) and time.monotonic() < deadline:
             time.sleep(0.1)
         said = "\n".join(log.read_text()[-4000:] for log in logs)
@@ -65,7 +65,7 @@ def test_the_first_rank_of_each_node_has_a_teacher_world(run, folder):
 
 def test_a_node_without_its_teacher_ends_the_other_too(folder):
     errors = [node_runs.error(folder, rank) for rank in RANKS]
-    assert all("TeacherError: The teacher process 0" in told for told in errors[PER_NODE:])
+    assert all("TeacherError: The teacher process" in told for told in errors[PER_NODE:])
     assert all("was killed by signal 9" in told for told in errors[PER_NODE:])
     # The first node's ranks lose the others in a collective; their own teacher is well.
     assert any(errors[:PER_NODE]) and not any("TeacherError" in told for told in errors[:PER_NODE])
