@@ -21,7 +21,9 @@ from silverspoon_kd.losses.factories import (
     reverse_kl_loss,
     smooth_l1_loss,
 )
+from silverspoon_kd.losses.fused import fused_divergence
 from silverspoon_kd.losses.logit_sum import DivergenceLoss
+from silverspoon_kd.losses.output_head import OutputHead
 from silverspoon_kd.losses.registry import LossRecord, available_losses, get_loss_function, register_loss
 
 __all__ = [
@@ -50,6 +52,9 @@ __all__ = [
     "reverse_kl_loss",
     "jsd_loss",
     "logit_lens_kl_loss",
+    # the same from hidden states, without logits
+    "fused_divergence",
+    "OutputHead",
     # positions among themselves
     "contrastive_loss",
     "relkd_distance_loss",
