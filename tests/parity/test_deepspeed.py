@@ -252,6 +252,35 @@ def test_d_10_losses_inside_blocks_find_their_weights_gathered(ranks, tmp_path, 
     agree(ranks("inside_blocks")[str(checkpointing)], training_logs(alone("holistic", tmp_path, modules=INSIDE)))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_second_training_goes_on_from_the_first(ranks, tmp_path, stage):
+    first, second = ranks("trained_again")[stage]
+    distiller = alone("holistic", tmp_path)
+    agree(first, training_logs(distiller))
+    distiller.train()
+    agree(second, training_logs(distiller))
+
+
+def test_c_11_adapters_of_a_student_that_teaches_itself_are_saved_whole(ranks, tmp_path):
+    found = ranks("adapters")
+    student = deepspeed_ranks.with_adapters(qwen3(1, layers=2, hidden=16))
+    values = {"student": student, "teacher": student.get_base_model(), "learning_rate": 1.0}
+    agree(found["logs"], training_logs(alone("response", tmp_path, **values)))
+    saved = safetensors.torch.load_file(Path(found["folder"]) / "adapters" / "adapter_model.safetensors")
+    adapters = {name: value for name, value in found["weights"].items() if "lora_" in name}
+    assert len(saved) == len(adapters) > 0
+    for name, value in saved.items():
+        assert torch.equal(value, adapters["student." + name.replace(".weight", ".default.weight")])
+
+
+def test_a_plain_module_is_saved_whole(ranks):
+    found = ranks("adapters")
+    saved = safetensors.torch.load_file(Path(found["folder"]) / "plain" / "model.safetensors")
+    parameters = {name.removeprefix("student."): value for name, value in found["plain"].items() if "student." in name}
+    assert parameters.keys() <= saved.keys()
+    assert all(torch.equal(saved[name], value) for name, value in parameters.items())
+
+
 @pytest.mark.parametrize(("kind", "stage"), HALF)
 def test_half_precision_is_near_full_precision(ranks, tmp_path, kind, stage):
     found = ranks("half_precision")[f"{kind} {stage}"]

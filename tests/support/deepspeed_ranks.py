@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from parity.cases import PARITY_CASES, Layout
+from parity.cases import NORMS, PARITY_CASES, Layout
 from parity.runs import build
 from silverspoon_kd.errors import SilverSpoonError
 from support.distil import KINDS, LAYERS, make, training_logs
@@ -342,6 +342,47 @@ def evaluated_first(folder: Path) -> dict[str, Any]:
     return found
 
 
+def trained_again(folder: Path) -> dict[str, Any]:
+    """A second training with the same distiller."""
+    found = {}
+    for stage in (2, 3):
+        distiller = run("holistic", folder, stage)
+        first = numbers(distiller)
+        distiller.train()
+        found[stage] = (first, numbers(distiller))
+    return found
+
+
+def adapters(folder: Path) -> dict[str, Any]:
+    """A LoRA student whose teacher is its own base model, and a plain module, saved."""
+    student = with_adapters(qwen3(1, layers=2, hidden=16))
+    distiller = run("response", folder, 3, student=student, teacher=student.get_base_model(), learning_rate=1.0)
+    distiller.save_model(str(folder / "adapters"))
+    plain = build(NORMS[1], Layout(batch=2, ranks=2), folder, save_strategy="no", deepspeed=config(3))
+    plain.train()
+    plain.save_model(str(folder / "plain"))
+    torch.distributed.barrier()
+    return {
+        "logs": numbers(distiller),
+        "weights": whole(distiller.root),
+        "plain": whole(plain.root),
+        "folder": str(folder),
+    }
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """A LoRA model whose adapters do something."""
+    import peft
+
+    torch.manual_seed(3)
+    student = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    return student
+
+
 def inside_blocks(folder: Path) -> dict[str, Any]:
     """Losses on modules inside the blocks, after which the forward stops, with and without recomputation."""
     return {
@@ -408,6 +449,8 @@ RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
         resumed,
         saved,
         evaluated_first,
+        trained_again,
+        adapters,
         inside_blocks,
         half_precision,
         one_block_broken,

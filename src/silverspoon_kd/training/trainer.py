@@ -317,6 +317,8 @@ class DistillationTrainer(SavingTrainer):
         self._first_step_checked = False
         self._step_values, self._num_steps = RunningMeans(), 0
         self._teacher_costs.clear()
+        if self.is_deepspeed_enabled:  # an engine of an earlier call is spent
+            self.model_wrapped, self.deepspeed = self.model, None
         with only_trainable(self.root, self._trainable), flags_kept_on_error(self.root):
             try:
                 return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
