@@ -70,6 +70,16 @@ def trained(folder, way, *, given=None, resume=None, callbacks=(), **changes):
     return distiller
 
 
+def test_a_batch_stays_the_one_whose_run_was_started(tmp_path, monkeypatch):
+    """The ranks of torchrun are on "cpu:0", for which PyTorch would copy it."""
+    distiller = make("holistic", tmp_path)
+    monkeypatch.setattr(type(distiller.args), "device", torch.device("cpu", 0))
+    batch = collate([Rows()[0]])
+    assert batch["input_ids"].to(distiller.args.device) is not batch["input_ids"]
+    moved = distiller._prepare_inputs(batch)
+    assert all(moved[name] is batch[name] for name in batch)
+
+
 def same(one, other):
     """Check that two runs are equal."""
     assert training_logs(one) == training_logs(other)
