@@ -34,24 +34,15 @@ RANK = int(os.environ["RANK"])
 
 
 def sizes() -> dict[str, int]:
-    """The proportional set sizes of students and of teacher processes."""
-    found = {"student": 0, "teacher": 0}
+    """The proportional set sizes of students and of teacher processes, and the anonymous memory of all of them."""
+    found = {"student": 0, "teacher": 0, "anonymous": 0}
     for process in marked(os.environ[MARK]):
-        kind = "teacher" if "silverspoon_kd.teacher.world.process" in process.cmdline() else "student"
-        try:
-            found[kind] += process.memory_full_info().pss
-        except psutil.Error:
-            continue
-    return found
-
-
-def anonymous() -> int:
-    """The anonymous memory of all processes."""
-    found = 0
-    for process in marked(os.environ[MARK]):
-        with suppress(OSError):
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-            found += 1024 * int(text.split("Pss_Anon:")[1].split()[0])
+        with suppress(psutil.Error, OSError):
+            kind = "teacher" if "silverspoon_kd.teacher.world.process" in process.cmdline() else "student"
+            rows = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+            values = {row.split(":")[0]: 1024 * int(row.split()[1]) for row in rows}
+            found[kind] += values["Pss"]
+            found["anonymous"] += values["Pss_Anon"]
     return found
 
 
@@ -79,7 +70,8 @@ def measure(source):
 
     def watch():
         while not done.wait(0.1):
-            peak[:] = max(peak[0], sum(sizes().values())), max(peak[1], anonymous())
+            now = sizes()
+            peak[:] = max(peak[0], now["student"] + now["teacher"]), max(peak[1], now["anonymous"])
 
     if RANK == 0:
         threading.Thread(target=watch, daemon=True).start()
