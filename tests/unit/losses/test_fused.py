@@ -19,6 +19,7 @@ from silverspoon_kd.losses import (
     mse_loss,
     reverse_kl_loss,
 )
+from support import tiny
 
 LOSSES = {
     "forward": lambda **options: kl_divergence_loss(**options),
@@ -432,3 +433,31 @@ def test_inputs_that_do_not_belong_together_are_refused():
     ]:
         with pytest.raises(LossError, match=message):
             OutputHead(**options)
+
+
+def test_runs_as_the_forward_of_a_models_own_head():
+    """Returned in place of the logits the sum goes through all that hooks of a wrapper see of the head."""
+    student, teacher = tiny.qwen3(seed=1, layers=2), tiny.qwen3(seed=2, layers=2, hidden=48)
+    ids, mask, loss = torch.randint(0, 32, (2, 5)), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]), jsd_loss()
+    with torch.no_grad():
+        target = teacher.model(input_ids=ids).last_hidden_state
+    head, seen, results = student.lm_head, [], []
+    head.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+
+    def of_hidden(hidden):
+        theirs = OutputHead(teacher.lm_head.weight)
+        found = fused_divergence(loss, hidden, OutputHead(head.weight, head.bias), target, theirs, mask)
+        return found.total.view(1, 1, 1)
+
+    for fused_forward in (True, False):
+        if fused_forward:
+            head.forward = of_hidden
+            total = student(input_ids=ids).logits.sum()
+            del head.forward
+        else:
+            total = loss.sum_and_count(student(input_ids=ids).logits, teacher.lm_head(target).detach(), mask).total
+        student.zero_grad()
+        total.backward()
+        results.append([total.detach(), *(parameter.grad.double() for parameter in student.parameters())])
+    assert seen == [(1, 1, 1), (2, 5, student.config.vocab_size)]
+    assert max(relative_errors(*results)) < 1e-5
