@@ -93,7 +93,7 @@ def off(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", list(WAYS)[1:])
-def test_accumulation_short_batches_and_epoch_ends(way, off, tmp_path):
+def test_c_07_dropout_accumulation_short_batches_and_epoch_ends(way, off, tmp_path):
     assert off.state.global_step == 15
     same(trained(tmp_path, way), off)
 

@@ -194,3 +194,22 @@ def test_j_02_a_missing_wait_would_be_noticed(sim, broken, tmp_path, monkeypatch
     given = {"prepare_teacher_inputs": lambda batch: {**batch, "input_ids": batch["input_ids"] + 0}}
     run("holistic", tmp_path, monkeypatch, "sim:0", overlap_teacher_forward=True, given=given)
     assert sim.races() != []
+
+
+def test_j_03_logged_numbers_are_read_when_they_are_there(async_sim, tmp_path, monkeypatch):
+    """Kernels that take long would leave old values behind a copy that nobody waits for."""
+    expected = run("holistic", tmp_path / "cpu", monkeypatch, None)
+    async_sim.set_op_delay_us(200)
+    check_equal(run("holistic", tmp_path / "sim", monkeypatch, "sim:0"), expected)
+
+
+def test_j_04_overlap_with_a_teacher_on_several_devices(sim, tmp_path, monkeypatch):
+    expected = run("blockwise", tmp_path / "cpu", monkeypatch, None)
+    teacher = qwen3(0)
+    teacher = dispatch_model(teacher, pipeline_map(teacher, ["sim:1", "sim:2"]), main_device="sim:1")
+    sim.set_race_check(2)
+    before = torch.accelerator.current_device_index()
+    found = run("blockwise", tmp_path / "sim", monkeypatch, "sim:0", teacher=teacher, overlap_teacher_forward=True)
+    assert torch.accelerator.current_device_index() == before
+    check_equal(found, expected)
+    assert sim.races() == []
