@@ -1,6 +1,7 @@
 """The plan is told once, before anything runs, and lies in the checkpoint."""
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,16 @@ from support.tiny import qwen3
 PLAN = resolve_plan(distiller="holistic").with_memory([DeviceMemory("cuda:0", (("weights", 10),), 5)])
 
 
+@pytest.fixture
+def _usual_verbosity() -> Iterator[None]:
+    """Whatever another test of this process has set."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+@pytest.mark.usefixtures("_usual_verbosity")
 def test_the_plan_is_printed_once(tmp_path, capsys):
     distiller = make("holistic", tmp_path, max_steps=1, report_to="none", save_strategy="steps", save_steps=1)
     printed = capsys.readouterr().out
