@@ -6,12 +6,15 @@ nothing is ever closed.
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 from silverspoon_kd.distributed import TeacherPlacement, setup_split_gpu
 
+# A shell that starts the tests in the background ignores it for all of them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 FOLDER = Path(sys.argv[1])
 OPTIONS = {
     "strategy": "pp",
