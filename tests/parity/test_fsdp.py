@@ -122,7 +122,7 @@ def test_e_15_a_resumed_run_equals_one_without_a_break(state, ranks):
         assert outcome["weights"] == []
         assert outcome["optimizer"]
         assert outcome["logs"]
-        assert set(outcome["tags"]) == {f"model.layers.{index}" for index in range(4)}
+        assert set(outcome["tags"]) == {"student", *(f"model.layers.{index}" for index in range(4))}
 
 
 @pytest.mark.parametrize("state", STATES)
