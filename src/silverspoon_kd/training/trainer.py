@@ -1,5 +1,6 @@
 """The Trainer that distils: thin overrides around one wrapped forward."""
 
+import atexit
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils.deepspeed import DummyOptim
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
@@ -129,6 +131,7 @@ class DistillationTrainer(SavingTrainer):
         """Create the accelerator; see the Trainer."""
         with sharding_enabled() if self.args.fsdp else deepspeed.accelerator_of_its_own(self.args):
             super().create_accelerator_and_postprocess()
+        atexit.register(_leave_group)
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -384,3 +387,9 @@ class DistillationTrainer(SavingTrainer):
         for instrument in self._instruments:
             logs |= instrument.logs()
         return logs
+
+
+def _leave_group() -> None:
+    # At the end of a process that did not do so, gloo's threads sometimes abort it after all its work is done.
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
