@@ -65,11 +65,33 @@ def test_blocks_and_untied_ends_are_units(name, expected, ranks):
     assert set(ranks(name)[0]["units"]) == expected
 
 
+PLAIN = {"forward": 0, "backward": 0, "frees": True, "dtype": "None"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("list", {}),
+        ("prefetch", {"forward": 1, "backward": 1}),
+        ("grad-op", {"frees": False}),
+        ("mixed", {"dtype": "torch.bfloat16"}),
+    ],
+)
+def test_the_settings_reach_the_units(name, changes, ranks):
+    assert ranks(name)[0]["settings"] == {**PLAIN, **changes}
+
+
+def test_only_what_asks_for_it_is_recomputed(ranks):
+    asked = {name for name in CASES if ranks(name)[0]["recomputes"]}
+    assert asked == {"recomputed", "recomputed-holistic"}
+
+
 def test_sizes_decide_where_asked(ranks):
     units = set(ranks("sizes")[0]["units"])
     assert "" in units
     assert len(units) > 2
-    assert units.isdisjoint({"student.lm_head", "student.model.norm"}) or "student.lm_head" in units
+    assert units.isdisjoint({f"{block}.mlp.down_proj" for block in BLOCKS})  # which alone is smaller than half of it
+    assert units != BLOCKS | ENDS
 
 
 @pytest.mark.parametrize("name", CASES)

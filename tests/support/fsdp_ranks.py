@@ -80,6 +80,20 @@ def whole(root: Any) -> dict[str, Tensor]:
     }
 
 
+def settings(root: Any) -> dict[str, Any]:
+    """What FSDP was told for the second decoder layer."""
+    layers = [module for name, module in root.named_modules() if name.endswith("model.layers.1")]
+    if not isinstance(layers[0], FSDPModule):
+        return {}
+    state = layers[0]._get_fsdp_state()
+    return {
+        "forward": len(state._states_to_forward_prefetch),
+        "backward": len(state._states_to_backward_prefetch),
+        "frees": state._fsdp_param_groups[0].post_forward_mesh_info is not None,
+        "dtype": str(state._mp_policy.param_dtype),
+    }
+
+
 def outcome(distiller: Any) -> dict[str, Any]:
     """Train, and look at everything."""
     before = whole(distiller.root)
@@ -95,6 +109,8 @@ def outcome(distiller: Any) -> dict[str, Any]:
         "norms": [entry["grad_norm"] for entry in training_logs(distiller)],
         "units": units,
         "held": all(id(parameter) in own for parameter in held),
+        "settings": settings(distiller.root),
+        "recomputes": getattr(distiller.student_model, "is_gradient_checkpointing", False),
         "share": shares / max(1, sum(each.numel() for each in distiller.root.parameters())),
     }
 

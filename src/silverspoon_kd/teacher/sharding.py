@@ -42,8 +42,8 @@ def shard_frozen(
     return teacher
 
 
-def free_gathered(teacher: nn.Module) -> None:
-    """Free the weights that a forward gathered and, when it was stopped early, did not free itself."""
-    for module in teacher.modules():
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights that a forward without a backward gathered and, when it was stopped early, did not free."""
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -48,10 +48,9 @@ def settle_fsdp(args: TrainingArguments, student: nn.Module) -> bool:
     if args.device.type == "cpu":
         plugin.pop("cpu_offload", None)  # the weights are there already
     recompute = bool(plugin.pop("activation_checkpointing", False))
-    student_units(student, plugin, config)
+    student_units(student, config)
     _make_room(student, first=args.process_index == 0)
     args.fsdp_plugin_args = {**plugin, "auto_wrap_policy": "NO_WRAP"}
-    args.fsdp_config = {**config, "wrapping": plugin}
     return recompute
 
 
@@ -83,13 +82,13 @@ def sharding_enabled() -> Iterator[None]:
             os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
-def student_units(student: nn.Module, plugin: Mapping[str, Any], config: Mapping[str, Any]) -> list[nn.Module]:
+def student_units(student: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
     """Return the student's blocks that are gathered as units, innermost first.
 
     Raises:
         ConfigurationError: no module has a wanted class.
     """
-    policy = str(plugin.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
+    policy = str(config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
     if policy == "NO_WRAP":
         return []
     threshold = int(config.get("min_num_params") or 0)
@@ -115,7 +114,7 @@ def shard_student(root: StudentRoot, args: TrainingArguments, accelerator: Any) 
     if not args.fsdp:
         return
     config, plugin = args.fsdp_config, accelerator.state.fsdp_plugin
-    blocks = student_units(root.student, config["wrapping"], config)
+    blocks = student_units(root.student, config)
     mesh = init_device_mesh(args.device.type, (args.world_size,))
     shared: dict[str, Any] = {"mesh": mesh}
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
@@ -126,9 +125,9 @@ def shard_student(root: StudentRoot, args: TrainingArguments, accelerator: Any) 
     reduce = torch.float32 if dtype is not None else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
     for unit in [*blocks, *_ends(root.student, blocks)]:
-        _receive(unit, mesh)
+        _receive(unit.parameters(), mesh)
         fully_shard(unit, mp_policy=policy, reshard_after_forward=plugin.reshard_after_forward, **shared)
-    _receive(root, mesh)
+    _receive([*root.parameters(), *root.buffers()], mesh)
     # The batch and the teacher's activations keep their dtypes.
     own = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     fully_shard(root, mp_policy=own, **shared)
@@ -137,13 +136,6 @@ def shard_student(root: StudentRoot, args: TrainingArguments, accelerator: Any) 
     _prefetch(in_order, config)
     # By itself it would take a model only together with an optimizer.
     accelerator._models.append(root)
-
-
-def release_gathered(root: nn.Module) -> None:
-    """Free what a forward without a backward gathered; stale copies must not survive the next update."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _ends(student: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -185,9 +177,9 @@ def _make_room(student: nn.Module, *, first: bool) -> None:
                 setattr(module, name, empty)
 
 
-def _receive(unit: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every rank the first rank's weights and buffers of a unit; what is sharded already is left alone."""
-    for tensor in [*unit.parameters(), *unit.buffers()]:
+def _receive(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Give every rank the first rank's values; what is sharded already is left alone."""
+    for tensor in tensors:
         if not isinstance(tensor, DTensor):
             _broadcast(tensor.data, mesh)
 

@@ -25,13 +25,14 @@ from silverspoon_kd.optim import (
     per_group_schedule,
 )
 from silverspoon_kd.student import flags_kept_on_error, only_trainable
+from silverspoon_kd.teacher.sharding import free_gathered
 from silverspoon_kd.training import checkpoint, deepspeed
 from silverspoon_kd.training.arguments import TrainingArguments
 from silverspoon_kd.training.assembly import group_specs, owned_parameters
 from silverspoon_kd.training.buffers import SharedBuffers
 from silverspoon_kd.training.collate import DictCollator
 from silverspoon_kd.training.columns import Prepare
-from silverspoon_kd.training.fsdp import release_gathered, shard_student, sharding_enabled
+from silverspoon_kd.training.fsdp import shard_student, sharding_enabled
 from silverspoon_kd.training.instruments import make_instruments
 from silverspoon_kd.training.lookahead import Lookahead
 from silverspoon_kd.training.metrics import RunningMeans, evaluation_logs, not_finite, own_part, own_rows, step_logs
@@ -366,7 +367,7 @@ class DistillationTrainer(SavingTrainer):
                 output = super().evaluation_loop(*args, **kwargs)
         except Exception as error:
             self._executor.leave(error)
-        release_gathered(self.root)
+        free_gathered(self.root)
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update(evaluation_logs(self._eval_values.drain(self.accelerator.gather), prefix))
         return output
