@@ -47,10 +47,9 @@ check: $(INSTALLED) ## Format, lint, types, layers and the contract tests
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/contract $(PYTEST_ARGS)
 
-# A rank that has finished is now and then aborted at its exit (docs/develop/status.md): what failed is run once more.
 test: $(INSTALLED) ## The whole test suite
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
-	$(PYTEST) -m multiprocess $(PYTEST_ARGS) $(OR_NONE) || $(PYTEST) -m multiprocess --last-failed $(PYTEST_ARGS)
+	$(PYTEST) -m multiprocess $(PYTEST_ARGS) $(OR_NONE)
 
 test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)

@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -132,7 +133,9 @@ class DistillationTrainer(SavingTrainer):
         """Create the accelerator; see the Trainer."""
         with sharding_enabled() if self.args.fsdp else deepspeed.accelerator_of_its_own(self.args):
             super().create_accelerator_and_postprocess()
-        atexit.register(_leave_group)
+        if dist.is_initialized():
+            atexit.unregister(_let_threads_finish)
+            atexit.register(_let_threads_finish)
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -390,7 +393,7 @@ class DistillationTrainer(SavingTrainer):
         return logs
 
 
-def _leave_group() -> None:
-    # At the end of a process that did not do so, gloo's threads sometimes abort it after all its work is done.
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+def _let_threads_finish() -> None:
+    # A gloo thread that lets go of a tensor while the interpreter ends aborts the process, after all its work is done
+    # (torch 2.13: the last holder of a tensor takes Python's lock, and Python ends threads that ask for it then).
+    time.sleep(0.1)
