@@ -5,7 +5,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # Extra arguments for pytest: make test PYTEST_ARGS="-k blockwise -x"
 PYTEST_ARGS ?=
-# Processes that run the tests of one process; tests that start ranks of their own run one after the other.
+# Processes that run tests, but for those that have to run alone.
 WORKERS ?= 2
 # QUICK=1 gives the short form of the demo and of gpu-check.
 QUICK ?= 0
@@ -18,6 +18,8 @@ INSTALLED := $(VENV)/.installed
 EXTRAS := cli,deepspeed,demo,dev,peft,prune,report
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
+# Files in the order of their folders: those that take longest come first.
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Nothing selected is no failure: PYTEST_ARGS="-k name" may leave one of two calls empty.
 OR_NONE := || [ $$? -eq 5 ]
 DEMO_CONFIG := examples/smollm2/$(if $(filter 1,$(QUICK)),quick,distill).yaml
@@ -48,14 +50,14 @@ check: $(INSTALLED) ## Format, lint, types, layers and the contract tests
 	$(BIN)/python -m pytest tests/contract $(PYTEST_ARGS)
 
 test: $(INSTALLED) ## The whole test suite
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
-	$(PYTEST) -m multiprocess $(PYTEST_ARGS) $(OR_NONE)
+	$(PYTEST) $(PARALLEL) -m "not alone" $(PYTEST_ARGS) $(OR_NONE)
+	$(PYTEST) -m alone $(PYTEST_ARGS) $(OR_NONE)
 
 test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
+	$(PYTEST) $(PARALLEL) -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
 
 parity: $(INSTALLED) ## The whole table of student modes, distillers and placements, into docs/guide/conformance.md
-	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py $(PYTEST_ARGS)
+	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py tests/parity/test_placements.py $(PYTEST_ARGS)
 	@cat docs/guide/conformance.md
 
 demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from parity.cases import PARITY_CASES, Case, Collate, Layout, ParityRows, build_student
+from parity.matrix_runs import WHOLE_TABLE
 from parity.runs import build
 from silverspoon_kd import create_alignments
 from silverspoon_kd.distributed import TeacherPlacement, setup_split_gpu
@@ -86,7 +87,20 @@ LENS = [
         ("replicated", 1, 0), ("sharded", 2, 0), ("pp", 2, 1), ("tp", 2, 2), ("sharded", 2, 2)
     ]
 ]  # fmt: skip
-RUNS = sorted([*MATRIX, *NUMBERS, *LENS], key=lambda run: run.ranks)
+TABLE = [*MATRIX, *NUMBERS, *LENS]
+# A teacher's processes take seconds to start: by default each distiller, placement and pair of numbers once or twice.
+COVER = [
+    PlacedRun("holistic", "replicated", 1),
+    PlacedRun("holistic", "pp", 1, 2),
+    PlacedRun("blockwise", "tp", 1, 2),
+    PlacedRun("blockwise", "sharded", 1, 1),
+    PlacedRun("response", "pp", 1, 3),
+    PlacedRun("holistic", "tp", 2, 1),
+    PlacedRun("blockwise", "sharded", 2, 3),
+    PlacedRun("response", "pp", 3, 1),
+    *LENS[1:],
+]
+RUNS = sorted(TABLE if WHOLE_TABLE else COVER, key=lambda run: run.ranks)
 
 
 def run_here(run: PlacedRun, folder: Path) -> Placed:

@@ -16,6 +16,9 @@ from silverspoon_kd.tree import tensors_in
 from support.distil import KINDS, make, training_logs
 from support.tiny import distance, qwen3, weights
 
+# Asynchronous, as accelerators are; both modes of the device itself: test_simdev.py, test_streams.py.
+pytestmark = pytest.mark.parametrize("sim", ["async"], indirect=True)
+
 STEPS = 3
 
 
@@ -110,7 +113,7 @@ class StudentStaysHome(TorchFunctionMode):
         return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["response", "blockwise"])
 def test_b_01_a_dispatched_teacher_stays_where_it_is(sim, kind, tmp_path, monkeypatch):
     expected = run(kind, tmp_path / "cpu", monkeypatch, None)
     gc.collect()
@@ -164,17 +167,17 @@ def test_evaluation_on_a_device(sim, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_j_01_overlap_on_a_stream_of_its_own(sim, kind, ahead, tmp_path, monkeypatch):
+def test_j_01_overlap_on_a_stream_of_its_own(sim, kind, tmp_path, monkeypatch):
     """Bit for bit the numbers without overlap, and nothing is read before it is written or freed while in use."""
     sim.set_race_check(2)
     plain = run(kind, tmp_path / "plain", monkeypatch, "sim:0", **ACCUMULATION)
     given = {"prepare_teacher_inputs": lambda batch: {**batch, "input_ids": batch["input_ids"] + 0}}
-    options = {**ACCUMULATION, "overlap_teacher_forward": True, "teacher_lookahead": ahead, "given": given}
-    found = run(kind, tmp_path / "overlap", monkeypatch, "sim:0", **options)
-    assert found._executor._stream is not None
-    assert losses_of(found) == losses_of(plain)
-    assert distance(weights(found.root), weights(plain.root)) == 0
+    for ahead in (0, 2):
+        options = {**ACCUMULATION, "overlap_teacher_forward": True, "teacher_lookahead": ahead, "given": given}
+        found = run(kind, tmp_path / f"ahead-{ahead}", monkeypatch, "sim:0", **options)
+        assert found._executor._stream is not None
+        assert losses_of(found) == losses_of(plain)
+        assert distance(weights(found.root), weights(plain.root)) == 0
     assert sim.races() == []
 
 
@@ -196,10 +199,10 @@ def test_j_02_a_missing_wait_would_be_noticed(sim, broken, tmp_path, monkeypatch
     assert sim.races() != []
 
 
-def test_j_03_logged_numbers_are_read_when_they_are_there(async_sim, tmp_path, monkeypatch):
+def test_j_03_logged_numbers_are_read_when_they_are_there(sim, tmp_path, monkeypatch):
     """Kernels that take long would leave old values behind a copy that nobody waits for."""
     expected = run("holistic", tmp_path / "cpu", monkeypatch, None)
-    async_sim.set_op_delay_us(200)
+    sim.set_op_delay_us(200)
     check_equal(run("holistic", tmp_path / "sim", monkeypatch, "sim:0"), expected)
 
 

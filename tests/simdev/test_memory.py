@@ -13,6 +13,9 @@ from silverspoon_kd.teacher.world.strategies import build_teacher
 from support.more_models import gpt2
 from support.tiny import llama, qwen3
 
+# Asynchronous, as accelerators are; both modes of the device itself: test_simdev.py, test_streams.py.
+pytestmark = pytest.mark.parametrize("sim", ["async"], indirect=True)
+
 ROWS, LENGTH = 6, 40
 EVERY_LAYER = [Tap(f"model.layers.{index}") for index in range(6)]
 LOGITS = [Tap("", "output", select_logits)]

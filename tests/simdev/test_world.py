@@ -13,6 +13,9 @@ from support.more_models import gpt2
 from support.near_world import near_world
 from support.tiny import llama, qwen3
 
+# Asynchronous, as accelerators are; both modes of the device itself: test_simdev.py, test_streams.py.
+pytestmark = pytest.mark.parametrize("sim", ["async"], indirect=True)
+
 LAYERS = [Tap(f"model.layers.{number}") for number in range(4)]
 LOGITS = Tap("", "output", select_logits)
 MASK = (torch.arange(12) < torch.tensor([12, 7, 9, 3])[:, None]).long()
@@ -74,33 +77,33 @@ def seconds(executor, batch, taps, sim) -> float:
 
 
 @pytest.mark.parametrize("taps", [LAYERS, [*LAYERS, LOGITS]], ids=["layers", "logits"])
-def test_two_devices_work_at_the_same_time(async_sim, taps):
+def test_two_devices_work_at_the_same_time(sim, taps):
     """Four parts of one row take 5/8 of what they take one after the other, if the layers are divided evenly."""
     spec = {"device_type": "sim", "devices": (1, 2), "micro_batches": 4}
     with near_world(qwen3(3), taps, "sim:0", **spec) as executor:
-        seconds(executor, BATCH, taps, async_sim)  # the first use of an operation looks up its shapes
-        async_sim.set_op_delay_us(2000)
-        one = seconds(executor, part(1), taps, async_sim)
-        four = seconds(executor, BATCH, taps, async_sim)
+        seconds(executor, BATCH, taps, sim)  # the first use of an operation looks up its shapes
+        sim.set_op_delay_us(2000)
+        one = seconds(executor, part(1), taps, sim)
+        four = seconds(executor, BATCH, taps, sim)
         print(f"one row {one:.2f} s, four rows in four parts {four:.2f} s, ratio {four / (4 * one):.2f}")
-        async_sim.set_op_delay_us(0)
-        async_sim.set_race_check(RACES)
-        seconds(executor, BATCH, taps, async_sim)
+        sim.set_op_delay_us(0)
+        sim.set_race_check(RACES)
+        seconds(executor, BATCH, taps, sim)
     assert four < 0.8 * 4 * one
-    assert async_sim.races() == []
+    assert sim.races() == []
 
 
-def test_requests_follow_each_other_without_a_gap(async_sim):
+def test_requests_follow_each_other_without_a_gap(sim):
     """The first device begins with the next request while the second works on this one."""
     spec = {"device_type": "sim", "devices": (1, 2), "micro_batches": 1}
     with near_world(qwen3(3), LAYERS, "sim:0", **spec) as executor:
-        seconds(executor, BATCH, LAYERS, async_sim)
-        async_sim.set_op_delay_us(2000)
-        one = seconds(executor, BATCH, LAYERS, async_sim)
+        seconds(executor, BATCH, LAYERS, sim)
+        sim.set_op_delay_us(2000)
+        one = seconds(executor, BATCH, LAYERS, sim)
         start = time.perf_counter()
         runs = [executor.start(BATCH) for _ in range(4)]
         for run in runs:
-            take_all(run, LAYERS, async_sim)
+            take_all(run, LAYERS, sim)
         four = time.perf_counter() - start
         print(f"one request {one:.2f} s, four {four:.2f} s, ratio {four / (4 * one):.2f}")
     assert four < 0.8 * 4 * one
@@ -120,21 +123,21 @@ def joined() -> tuple[Link, Link]:
     return found[0], found[1]
 
 
-def test_sending_waits_for_nothing_and_sends_what_was_there(async_sim):
-    async_sim.set_race_check(RACES)
+def test_sending_waits_for_nothing_and_sends_what_was_there(sim):
+    sim.set_race_check(RACES)
     teacher, student = joined()
     value = torch.arange(6.0, device="sim:1").view(2, 3)
     teacher.send(1, {"id": 0}, [value])
     assert student.receive(0).tensors[0].tolist() == [[0, 1, 2], [3, 4, 5]]
-    async_sim.sync_ops()
+    sim.sync_ops()
     start = time.perf_counter()
-    with async_sim.device(1):
-        async_sim.sleep_ms(300)
+    with sim.device(1):
+        sim.sleep_ms(300)
     made = value * 2
     teacher.send(1, {"id": 1}, [made, value.t(), torch.ones(2)])
     teacher.send(1, {"id": 2}, [torch.ones(1)])  # does not overtake
     assert time.perf_counter() - start < 0.25
-    assert async_sim.sync_ops() == {}
+    assert sim.sync_ops() == {}
     del made
     torch.zeros(2, 3, device="sim:1")  # could get the same memory
     message = student.receive(0)
@@ -142,19 +145,19 @@ def test_sending_waits_for_nothing_and_sends_what_was_there(async_sim):
     assert [each.tolist() for each in message.tensors] == [[[0, 2, 4], [6, 8, 10]], [[0, 3], [1, 4], [2, 5]], [1, 1]]
     assert all(each.is_pinned() for each in message.tensors)
     assert student.receive(0).content == {"id": 2}
-    assert async_sim.races() == []
+    assert sim.races() == []
     teacher.close()
 
 
-def test_the_teachers_stream_does_not_wait_for_the_copy(async_sim):
+def test_the_teachers_stream_does_not_wait_for_the_copy(sim):
     """Copies go on a stream of their own: work that follows on the teacher's begins at once."""
     teacher, student = joined()
     value = torch.ones(4, device="sim:1")
     teacher.send(1, {}, [value])
     student.receive(0)
-    async_sim.synchronize(1)
+    sim.synchronize(1)
     with teacher._streams[value.device]:
-        async_sim.sleep_ms(300)
+        sim.sleep_ms(300)
     teacher.send(1, {}, [value])
     start = time.perf_counter()
     assert (value + 1).tolist() == [2.0] * 4
@@ -164,7 +167,7 @@ def test_the_teachers_stream_does_not_wait_for_the_copy(async_sim):
     teacher.close()
 
 
-def test_work_that_fails_on_the_device_is_told_in_place_of_its_result(async_sim, monkeypatch):
+def test_work_that_fails_on_the_device_is_told_in_place_of_its_result(sim, monkeypatch):
     teacher, student = joined()
     monkeypatch.setattr(teacher, "_copy_out", lambda tensor, target: FailedEvent())
     teacher.send(1, {"id": 5}, [torch.ones(3, device="sim:1")], failed=lambda error: {"id": 5, "error": str(error)})

@@ -1,4 +1,4 @@
-"""Two ranks with a simulated device each, and one more for its share of a teacher: ``simulated_ranks.py FOLDER MODE``.
+"""Two ranks with a simulated device each, and one more for its share of a teacher: ``simulated_ranks.py FOLDER``.
 
 Started by torchrun from simdev/test_simgloo.py. A check that fails ends the rank, and with it the test.
 """
@@ -177,8 +177,8 @@ def memory_as_predicted(strategy: str, most: float) -> None:
     assert placing < 1.5 * held
 
 
-def main(folder: Path, mode: str) -> None:
-    sim.set_async(mode == "async")
+def main(folder: Path) -> None:
+    sim.set_async(True)
     sim.set_device(HOME)
     dist.init_process_group(simgloo.NAME)
     sim.set_race_check(2)
@@ -198,4 +198,4 @@ def main(folder: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))
