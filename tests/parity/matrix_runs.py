@@ -122,8 +122,8 @@ def distiller_of(row: Row, folder: Path, batch: int, collate: Collate, **changes
 
 
 def run_reference(row: Row, folder: Path) -> Found:
-    """Train in this process, without anything distributed."""
-    return _train(distiller_of(row, folder, BATCH * RANKS, Collate()))
+    """Train in this process, without anything distributed and with whole logits."""
+    return _train(distiller_of(row, folder, BATCH * RANKS, Collate(), fused_losses=False))
 
 
 def run_here(row: Row, folder: Path) -> Found:

@@ -52,7 +52,7 @@ def probe(
     Raises:
         ConfigurationError: only a real forward would do, and the weights are partitioned over ranks.
     """
-    with _evaluating(model):
+    with evaluating(model):
         try:
             return fake_forward(model, inputs, call)
         except Exception as error:
@@ -65,7 +65,7 @@ def probe(
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         moved = map_tensors(lambda tensor: tensor.to(device), dict(inputs))
         buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
-        with _attributes_kept(model), torch.random.fork_rng(devices=[]):
+        with attributes_kept(model), torch.random.fork_rng(devices=[]):
             return call(lambda: functional_call(model, buffers, (), moved)), dict(model.named_parameters())
 
 
@@ -107,7 +107,7 @@ def fake_forward(
             tensors = map_tensors(change, given) if change else given
             return functional_call(model, {**parameters, **buffers}, (), tensors)
 
-    with _evaluating(model), _attributes_kept(model), _quiet():
+    with evaluating(model), attributes_kept(model), _quiet():
         return call(forward), parameters
 
 
@@ -136,7 +136,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
+def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Undo what the forward keeps on its modules, such as a causal mask made once: a fake one would not work again."""
     before = [(kept, dict(kept)) for module in model.modules() for kept in (module._buffers, vars(module))]
     try:
@@ -148,7 +148,7 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch dropout and running statistics off and put each module's own mode back."""
     training = [module for module in model.modules() if module.training]
     model.eval()

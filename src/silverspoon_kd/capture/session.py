@@ -100,7 +100,7 @@ class Capture:
                 hook = _substitution(replace, name)
                 kept.append(find_module(self._model, name).register_forward_pre_hook(hook, with_kwargs=True))
             stack.callback(self._end)
-            self._hook_taps(stack)
+            self._hook_taps(stack, may_stop)
             order = self._watch(stack) if not self._trace.learned else []
             if may_stop and self._trace.stop_before is not None and not self._root_taps:
                 self._hook_stop(stack, self._trace.stop_before)
@@ -113,24 +113,34 @@ class Capture:
     def _end(self) -> None:
         self._recording = False
 
-    def _hook_taps(self, stack: ExitStack) -> None:
+    def _hook_taps(self, stack: ExitStack, may_stop: bool) -> None:
         by_module: dict[str, list[Tap]] = {}
         for tap in self._taps:
             by_module.setdefault(tap.module, []).append(tap)
         for name, taps in by_module.items():
             module = find_module(self._model, name)
             inputs = [tap for tap in taps if tap.side == "input"]
+            # Of a module that need not run at all: before its wrapper gathers its weights.
+            only_input = may_stop and self._may_end_at(name, taps)
             if inputs:
-                handle = module.register_forward_pre_hook(self._record_input(inputs), with_kwargs=True)
-                stack.callback(handle.remove)
+                hook = self._record_input(inputs, ends=only_input)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=only_input).remove)
             stack.callback(module.register_forward_hook(self._record_output(name, taps)).remove)
 
-    def _record_input(self, taps: Sequence[Tap]) -> Callable[..., None]:
+    def _may_end_at(self, name: str, taps: Sequence[Tap]) -> bool:
+        """Tell whether the forward may end where this module begins, its output being of no use."""
+        known = self._trace.learned and not self._root_taps and self._trace.calls.get(name) == 1
+        return known and all(tap.side == "input" for tap in taps) and not self._is_recomputed(name)
+
+    def _record_input(self, taps: Sequence[Tap], *, ends: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._recording:
-                for tap in taps:
-                    _, _, self.values[tap] = _hidden_argument(args, kwargs, tap.module)
-                self._tell(taps, self._counts.get(taps[0].module, 0) + 1)
+            if not self._recording:
+                return
+            for tap in taps:
+                _, _, self.values[tap] = _hidden_argument(args, kwargs, tap.module)
+            self._tell(taps, self._counts.get(taps[0].module, 0) + 1)
+            if ends and self._complete(but=taps[0].module):
+                raise _StopForwardError
 
         return hook
 
@@ -153,14 +163,18 @@ class Capture:
             if call == self._trace.calls.get(tap.module):
                 self._on_value(tap, self.values[tap])
 
-    def _complete(self) -> bool:
-        return all(self._counts.get(tap.module, 0) >= self._trace.calls.get(tap.module, 1) for tap in self._taps)
+    def _complete(self, but: str | None = None) -> bool:
+        names = {tap.module for tap in self._taps} - {but}
+        return all(self._counts.get(name, 0) >= self._trace.calls.get(name, 1) for name in names)
 
-    def _hook_stop(self, stack: ExitStack, name: str) -> None:
-        # An exception must not fly through a checkpointed forward, which could not be recomputed then.
+    def _is_recomputed(self, name: str) -> bool:
+        """Tell whether a module is in a checkpointed one: an exception must not fly through its forward."""
         parts = name.split(".")
         parents = (find_module(self._model, ".".join(parts[:depth])) for depth in range(1, len(parts)))
-        if any(_is_checkpointed_layer(parent) for parent in parents):
+        return any(_is_checkpointed_layer(parent) for parent in parents)
+
+    def _hook_stop(self, stack: ExitStack, name: str) -> None:
+        if self._is_recomputed(name):
             return
 
         def stop(module: nn.Module, args: tuple) -> None:

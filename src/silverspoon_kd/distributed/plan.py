@@ -67,6 +67,7 @@ class Plan:
         notes: What the user should know about this plan, a sentence each.
         refusal: Why this cannot run, in one sentence; None if it can.
         memory: What each device will need; empty while that is not known.
+        logits: Whether the losses on logits make them; empty for distillers that have none.
     """
 
     distiller: str
@@ -83,6 +84,7 @@ class Plan:
     notes: tuple[str, ...]
     refusal: str | None
     memory: tuple[DeviceMemory, ...] = ()
+    logits: str = ""
 
     def __str__(self) -> str:
         return self.table()
@@ -117,6 +119,8 @@ class Plan:
         ranks, nodes = _count(self.num_student_ranks, "rank", "ranks"), _count(self.num_nodes, "node", "nodes")
         yield "student", f"{self.student_mode}, {ranks} on {nodes}"
         yield "overlap", f"on, lookahead {self.lookahead}" if self.overlap else "off"
+        if self.logits:
+            yield "logits", self.logits
         for each in self.memory:
             yield f"memory {each.place}", str(each)
         for note in self.notes:

@@ -1,6 +1,7 @@
 """How one batch becomes a loss."""
 
 from silverspoon_kd.objectives.combine import combine
+from silverspoon_kd.objectives.fused import FusedHeads, FusedStep
 from silverspoon_kd.objectives.objective import (
     BlockwiseObjective,
     HolisticObjective,
@@ -16,6 +17,8 @@ __all__ = [
     "BlockwiseObjective",
     "Conventions",
     "Counts",
+    "FusedHeads",
+    "FusedStep",
     "HolisticObjective",
     "Objective",
     "Positions",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from silverspoon_kd.alignment import Alignment
 from silverspoon_kd.alignment.alignment import alignment_names
 from silverspoon_kd.capture import Tap, select_logits
+from silverspoon_kd.objectives.fused import FusedHeads, FusedStep
 from silverspoon_kd.objectives.positions import Positions
 from silverspoon_kd.objectives.terms import (
     TeacherSignals,
@@ -45,6 +46,16 @@ class Objective(abc.ABC):
         """Return, by student module, what replaces the hidden states it would take in."""
 
     @abc.abstractmethod
+    def head_step(self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool) -> FusedStep | None:
+        """Return what computes the terms in the place of the student's head; None: the head makes logits.
+
+        Args:
+            signals: the teacher's activations of the batch.
+            positions: what counts in it.
+            keep_logits: the student's logits are wanted too, if there are no gradients.
+        """
+
+    @abc.abstractmethod
     def terms(
         self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
     ) -> list[Term]:
@@ -52,25 +63,36 @@ class Objective(abc.ABC):
 
 
 class ResponseObjective(Objective):
-    """The student's logits learn from the teacher's (Hinton et al., "Distilling the Knowledge in a Neural Network")."""
+    """The student's logits learn from the teacher's (Hinton et al., "Distilling the Knowledge in a Neural Network").
+
+    Args:
+        alignment: of the logits.
+        heads: of both models, where the loss is computed from what they take in; None: from the logits.
+    """
 
     kind = "response_based"
 
-    def __init__(self, alignment: Alignment) -> None:
-        self.alignments, self.names = [alignment], ["logits"]
+    def __init__(self, alignment: Alignment, heads: FusedHeads | None = None) -> None:
+        self.alignments, self.names, self.heads = [alignment], ["logits"], heads
 
     @property
     def student_taps(self) -> list[Tap]:
-        return [student_output(self.alignments[0])]
+        return [student_output(self.alignments[0]) if self.heads is None else self.heads.student_tap]
 
     @property
     def teacher_taps(self) -> list[Tap]:
-        return [teacher_output(self.alignments[0])]
+        return [teacher_output(self.alignments[0]) if self.heads is None else self.heads.teacher_tap]
 
     def substitutions(
         self, signals: TeacherSignals, projectors: nn.ModuleList
     ) -> dict[str, Callable[[Tensor], Tensor]]:
         return {}
+
+    def head_step(self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool) -> FusedStep | None:
+        if self.heads is None:
+            return None
+        alignment, name = self.alignments[0], self.names[0]
+        return FusedStep(name, alignment, self.heads, signals, positions, keep_logits=keep_logits)
 
     def terms(
         self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
@@ -98,6 +120,9 @@ class HolisticObjective(Objective):
         self, signals: TeacherSignals, projectors: nn.ModuleList
     ) -> dict[str, Callable[[Tensor], Tensor]]:
         return {}
+
+    def head_step(self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool) -> FusedStep | None:
+        return None
 
     def terms(
         self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
@@ -132,6 +157,9 @@ class BlockwiseObjective(Objective):
             alignment.student_module_name: _teacher_input_for(alignment, signals, projector)
             for alignment, projector in zip(self.alignments, projectors, strict=True)
         }
+
+    def head_step(self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool) -> FusedStep | None:
+        return None
 
     def terms(
         self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions

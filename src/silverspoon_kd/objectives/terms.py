@@ -55,7 +55,7 @@ def alignment_term(name: str, alignment: Alignment, student: Tensor, teacher: Te
         positions: what counts in this batch.
     """
     teacher = teacher.to(student.device)
-    mask, unit = _mask_for(student, alignment, positions)
+    mask, unit = mask_for(student, alignment, positions)
     if alignment.loss.layout == "positions" and student.dim() == teacher.dim() == 4:
         student, teacher = _pixels_as_positions(student), _pixels_as_positions(teacher)
     value = alignment.loss.sum_and_count(student, teacher, mask)
@@ -99,7 +99,8 @@ def teacher_input(alignment: Alignment) -> Tap:
     return Tap(alignment.teacher_module_name, "input")
 
 
-def _mask_for(features: Tensor, alignment: Alignment, positions: Positions) -> tuple[Tensor | None, str]:
+def mask_for(features: Tensor, alignment: Alignment, positions: Positions) -> tuple[Tensor | None, str]:
+    """Return which positions of ``features`` count for the loss of an alignment, None for all, and their unit."""
     loss: Loss = alignment.loss
     of_logits = loss.positions == "targets" or not alignment.student_module_name
     units = ["targets"] if of_logits else ["tokens", "decoder_tokens"]

@@ -1,6 +1,7 @@
 """The one module that is wrapped and trained."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,11 +115,16 @@ class StudentRoot(nn.Module):
             )
         replace = self.objective.substitutions(signals, self.projectors)
         capture = Capture(self.student, self.objective.student_taps, self._trace, replace)
-        own_output = want_output and not replace
-        output, self._kept = capture.run(lambda: self.student(**inputs), may_stop=not (with_task or own_output))
+        step = self.objective.head_step(signals, positions, keep_logits=want_output)
+        own_output = want_output and not replace and (step is None or step.keeps_logits)
+        with nullcontext() if step is None else step.in_place(self.student):
+            output, self._kept = capture.run(lambda: self.student(**inputs), may_stop=not (with_task or own_output))
         if self.before_backward is not None:
             self.before_backward(capture.values)
-        terms = self.objective.terms(capture.values, signals, self.projectors, positions)
+        if step is None:
+            terms = self.objective.terms(capture.values, signals, self.projectors, positions)
+        else:
+            terms = step.terms(capture.values)
         task = self._task(output, batch, positions) if with_task else None
         loss, parts = combine(
             terms, task, counts, alpha=self.options.alpha, magnitude_aware=self.options.magnitude_aware

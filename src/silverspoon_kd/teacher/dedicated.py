@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from silverspoon_kd.capture import Tap
+from silverspoon_kd.capture.head_form import HeadForm
 from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.distributed.plan import DeviceMemory
 from silverspoon_kd.distributed.split_gpu import Split
 from silverspoon_kd.errors import PlacementError
 from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor
-from silverspoon_kd.teacher.facts import TeacherFacts
+from silverspoon_kd.teacher.facts import TeacherFacts, taps_in_effect
 from silverspoon_kd.teacher.head import Head, head_of
 from silverspoon_kd.teacher.world.client import WorldExecutor
 from silverspoon_kd.teacher.world.launch import World
@@ -35,10 +36,10 @@ def start_world(
     example: Mapping[str, Any] | None,
     rows: int,
     autocast: torch.dtype | None,
-    timeout: float,
-    load_timeout: float,
+    timeouts: tuple[float, float],
     micro_batches: int | None = None,
     wants_head: bool = False,
+    without_logits: bool = False,
 ) -> World:
     """Start this node's teacher world, or join it.
 
@@ -53,10 +54,10 @@ def start_world(
         example: a batch of one row, for teachers whose config does not say what they take in.
         rows: of a batch of the run.
         autocast: dtype of mixed precision.
-        timeout: longest wait for an activation, in seconds.
-        load_timeout: longest wait for the teacher to be loaded, in seconds.
+        timeouts: longest waits for an activation and for the teacher to be loaded, in seconds.
         micro_batches: into how many parts "pp" cuts a request; None: one for each device, on CPU slots one.
         wants_head: the students need the teacher's output head.
+        without_logits: as for :func:`~silverspoon_kd.teacher.facts.facts_of`; the head is then shared too.
 
     Raises:
         PlacementError: the teacher, or a request, cannot be divided so.
@@ -77,13 +78,13 @@ def start_world(
         autocast=autocast,
         num_students=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         example=None if example is None else dict(example),
-        timeout=timeout,
-        load_timeout=load_timeout,
+        timeout=timeouts[0],
+        load_timeout=timeouts[1],
         search_path=tuple(sys.path),
         rows=rows,
         micro_batches=_micro_batches(micro_batches, placement, split),
-        # Every rank has a teacher that is given as a module.
-        shares_head=wants_head and module is None,
+        shares_head=wants_head,
+        without_logits=without_logits,
     )
     return _started(spec, module, shared) if starts else _joined(spec, module, local_rank)
 
@@ -126,9 +127,10 @@ class DedicatedTeacher(PreparedTeacher):
         device: torch.device,
         module: nn.Module | None,
     ) -> None:
-        self._world, self._taps, self._prepare, self._device = world, taps, prepare, device
+        self._world, self._prepare, self._device = world, prepare, device
         try:
             self.facts = _facts(world, taps, None if module is None else head_of(module))
+            self._taps = taps_in_effect(taps, self.facts.head_form)
         except BaseException:
             world.close()
             raise
@@ -155,7 +157,8 @@ def _micro_batches(wanted: int | None, placement: TeacherPlacement, split: Split
 def _facts(world: World, taps: Sequence[Tap], head: Head | None) -> TeacherFacts:
     told = world.facts()
     values: dict[Tap, Tensor] = {}
-    for tap, (dtype, shape) in zip(taps, told["values"], strict=True):
+    form = HeadForm(**told["head_form"]) if isinstance(told["head_form"], dict) else told["head_form"]
+    for tap, (dtype, shape) in zip(taps_in_effect(taps, form), told["values"], strict=True):
         values[tap] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
     columns = None if told["columns"] is None else tuple(told["columns"])
     return TeacherFacts(
@@ -168,6 +171,7 @@ def _facts(world: World, taps: Sequence[Tap], head: Head | None) -> TeacherFacts
         main_input=told["main_input"],
         head=head or open_head(told["head"]),
         divides=told["divides"],
+        head_form=form,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
+from silverspoon_kd.capture.head_form import HeadForm, head_form
 from silverspoon_kd.capture.probe import probe
 from silverspoon_kd.distributed.plan import DeviceMemory
 from silverspoon_kd.teacher.head import Head, head_of
@@ -31,6 +32,8 @@ class TeacherFacts:
         main_input: name of the input that tells the number of rows, None where there is none.
         head: its output head, None where there is none or where it is in other processes that were not asked for it.
         divides: whether a batch may be divided by rows: every activation then has rows too.
+        head_form: how its logits are made of what its head takes in, which is given in their place; why that is not
+            possible; None where nobody asked.
     """
 
     values: Mapping[Tap, Tensor]
@@ -42,9 +45,12 @@ class TeacherFacts:
     head: Head | None
     divides: bool = False
     memory: tuple[DeviceMemory, ...] = ()
+    head_form: HeadForm | str | None = None
 
 
-def facts_of(teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapping[str, Any]) -> TeacherFacts:
+def facts_of(
+    teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapping[str, Any], *, without_logits: bool = False
+) -> TeacherFacts:
     """Find the facts by one forward on fake tensors.
 
     Args:
@@ -52,7 +58,10 @@ def facts_of(teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapp
         taps: activations that will be taken.
         trace: filled in.
         inputs: a tiny batch as the teacher's forward takes it.
+        without_logits: where logits can be made of what the head takes in, that is taken and not ``taps``.
     """
+    form = head_form(teacher, inputs) if without_logits else None
+    taps = taps_in_effect(taps, form)
 
     def call(forward: Callable[[], Any]) -> dict[Tap, Tensor]:
         capture = Capture(teacher, taps, trace)
@@ -71,7 +80,13 @@ def facts_of(teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapp
         shifts_labels=view.shifts_labels,
         main_input=main_input_of(teacher),
         head=head_of(teacher),
+        head_form=form,
     )
+
+
+def taps_in_effect(taps: Sequence[Tap], form: HeadForm | str | None) -> list[Tap]:
+    """Return what is taken of a teacher that was asked for ``taps``, or for what its head takes in if that will do."""
+    return [Tap(form.module, "input")] if isinstance(form, HeadForm) else list(taps)
 
 
 def divides_by_rows(teacher: nn.Module, facts: TeacherFacts, inputs: Mapping[str, Any]) -> bool:

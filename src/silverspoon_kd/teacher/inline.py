@@ -15,7 +15,7 @@ from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of, wrap
 from silverspoon_kd.distributed.plan import DeviceMemory
 from silverspoon_kd.errors import PlacementError
 from silverspoon_kd.teacher.executor import PreparedTeacher, TeacherExecutor, TeacherRun, check_ids
-from silverspoon_kd.teacher.facts import facts_of
+from silverspoon_kd.teacher.facts import facts_of, taps_in_effect
 from silverspoon_kd.teacher.hygiene import adapters_off, freeze_teacher, is_self_placed, place_replicated, shares_base
 from silverspoon_kd.teacher.memory import forward_bytes, sharded_bytes, weight_bytes
 from silverspoon_kd.teacher.sharding import free_gathered, shard_frozen
@@ -130,6 +130,7 @@ class TeacherBesideStudent(PreparedTeacher):
         overlap: on an accelerator its forwards run on a stream of their own.
         prepare: maps the batch to the teacher's; None: the batch itself.
         autocast: the dtype of mixed precision, None without.
+        without_logits: as for :func:`~silverspoon_kd.teacher.facts.facts_of`.
 
     Raises:
         PlacementError: a PEFT student's own base model cannot be sharded apart from the student.
@@ -149,6 +150,7 @@ class TeacherBesideStudent(PreparedTeacher):
         overlap: bool,
         prepare: Callable[[Any], Mapping[str, Any]] | None,
         autocast: torch.dtype | None,
+        without_logits: bool = False,
     ) -> None:
         self._own_base = shares_base(student, teacher)
         if self._own_base and sharded:
@@ -156,10 +158,11 @@ class TeacherBesideStudent(PreparedTeacher):
                 "teacher_placement='sharded' cannot shard the student's own base model. Use teacher_placement=None, or "
                 "load the teacher separately."
             )
-        self._teacher, self._student, self._taps = teacher, student, taps
+        self._teacher, self._student = teacher, student
         self._device, self._sharded, self._trace = device, sharded, Trace()
         self._prepare, self._autocast, self._overlap = prepare, autocast, overlap
-        facts = facts_of(teacher, taps, self._trace, inputs)
+        facts = facts_of(teacher, taps, self._trace, inputs, without_logits=without_logits)
+        self._taps = taps_in_effect(taps, facts.head_form)
         self.facts = replace(facts, memory=(self._memory(example, rows),))
 
     def place(self) -> TeacherExecutor:

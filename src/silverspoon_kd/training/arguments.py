@@ -26,6 +26,8 @@ class TrainingArguments(transformers.TrainingArguments):
         teacher_micro_batches: into how many parts a dedicated "pp" teacher cuts a batch, so that its devices work at
             the same time; None: as many as it has devices, on CPU slots one.
         alpha: share of the student's own task loss, 0..1: ``(1 - alpha) * distillation + alpha * task``.
+        fused_losses: response-based only: compute KL, reverse KL and JSD from hidden states and output heads, without
+            the logits of a whole batch; None: where that is possible; True: fail where it is not.
         magnitude_aware_weighting: divide each term by its detached magnitude before its weight.
         backward_per_block: blockwise only: keep the activations of one block at a time (activation checkpointing).
         clip_projectors: projector gradients count for, and take part in, clipping.
@@ -55,6 +57,9 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None, metadata={"help": "Parts that a dedicated 'pp' teacher cuts a batch into; default: its devices."}
     )
     alpha: float = field(default=0.0, metadata={"help": "Share of the student's own task loss, 0..1."})
+    fused_losses: bool | None = field(
+        default=None, metadata={"help": "Losses on logits without whole logits; default: where that is possible."}
+    )
     magnitude_aware_weighting: bool = field(
         default=False, metadata={"help": "Divide each term by its magnitude before its weight."}
     )
@@ -79,6 +84,8 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ConfigurationError(
                 f"overlap_teacher_forward={self.overlap_teacher_forward!r} is not a choice. Give None, True or False."
             )
+        if self.fused_losses is not None and not isinstance(self.fused_losses, bool):
+            raise ConfigurationError(f"fused_losses={self.fused_losses!r} is not a choice. Give None, True or False.")
         if isinstance(self.alpha, bool) or not 0 <= self.alpha <= 1:
             raise ConfigurationError(
                 f"alpha={self.alpha!r} is not between 0 (distillation only) and 1 (task loss only)."

@@ -92,7 +92,7 @@ def check_modules(student: nn.Module, teacher: nn.Module | None, alignments: Seq
 
 
 def need_heads(alignments: Sequence[Alignment]) -> bool:
-    """Tell whether a loss needs the teacher's output head."""
+    """Tell whether a loss asks for the teacher's output head."""
     return any(alignment.loss.needs_head for alignment in alignments)
 
 
@@ -228,11 +228,11 @@ def _projectors(
     teacher: Mapping[Tap, Tensor],
     student_input: Tensor | None,
 ) -> AlignmentProjectors:
-    source, target = student[student_output(alignment)], teacher[teacher_output(alignment)]
     output_projector, input_projector = alignment.output_projector, alignment.input_projector
     # Logits are compared on their common vocabulary, attention maps have no width.
     has_width = alignment.loss.positions == "tokens" and alignment.loss.layout == "positions"
     if output_projector is None and has_width and alignment.student_module_name:
+        source, target = student[student_output(alignment)], teacher[teacher_output(alignment)]
         output_projector = _between(alignment, source, target, "output")
     if input_projector is None and student_input is not None:
         input_projector = _between(alignment, teacher[teacher_input(alignment)], student_input, "input")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from silverspoon_kd.capture import InputView, base_of
+from silverspoon_kd.capture.head_form import HeadForm
 from silverspoon_kd.distributed import TeacherPlacement
 from silverspoon_kd.distributed.plan import Plan
 from silverspoon_kd.distributed.split_gpu import require_split_done
@@ -39,6 +40,7 @@ from silverspoon_kd.training.assembly import (
 )
 from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
 from silverspoon_kd.training.deepspeed import check_alignments, gather_for_good, made_whole
+from silverspoon_kd.training.fused import bind_teacher_head, settle, student_form
 from silverspoon_kd.training.memory import plan_with_memory, rows_of_a_batch, tell
 from silverspoon_kd.training.run_arguments import autocast_dtype, run_plan
 from silverspoon_kd.training.vocabulary import check_tokenizers, check_vocabularies
@@ -70,6 +72,7 @@ class Setup:
 
     Attributes:
         plan: what will run.
+        objective: what is computed, and how.
         root: what is trained.
         trainable: names of the root's parameters that can get a gradient.
         executor: the placed teacher.
@@ -79,6 +82,7 @@ class Setup:
     """
 
     plan: Plan
+    objective: Objective
     root: StudentRoot
     trainable: set[str]
     executor: TeacherExecutor
@@ -111,16 +115,19 @@ def set_up(request: Request) -> Setup:
     known = args.remove_unused_columns and not (request.prepare_teacher or request.prepare_student)
     columns = used_columns(request.student, _columns_of(teacher), labels) if known else None
     examples = _examples(request, teacher, columns)
+    form = _student_form(request, teacher, plan, examples[0])
+    fuses = isinstance(form, HeadForm)
     if dedicated:
-        prepared = _dedicated(request, examples[1])
+        prepared = _dedicated(request, examples[1], fuses)
     else:
-        prepared = _beside_the_student(request, teacher, examples[1], overlap=plan.overlap)
+        prepared = _beside_the_student(request, teacher, examples[1], fuses, overlap=plan.overlap)
     try:
+        objective, plan = settle(request.objective, form, prepared.facts, plan, args)
         if request.prepare_teacher is None:
             check_vocabularies(request.student, prepared.facts.vocab_size)
         assembly = assemble(
             request.student,
-            request.objective,
+            objective,
             request.options,
             prepared.facts.values,
             example=examples[0],
@@ -133,11 +140,22 @@ def set_up(request: Request) -> Setup:
         tell(plan, args, noted)
         executor = prepared.place()
         # Beside the student the head has moved with the teacher.
-        bind_heads(prepared.facts, request.objective.alignments, args.device)
+        bind_heads(prepared.facts, objective.alignments, args.device)
+        bind_teacher_head(objective, prepared.facts, args.device)
     except BaseException:
         prepared.abandon()
         raise
-    return Setup(plan, assembly.root, assembly.trainable, executor, teacher, labels, columns)
+    return Setup(plan, objective, assembly.root, assembly.trainable, executor, teacher, labels, columns)
+
+
+def _student_form(
+    request: Request, teacher: nn.Module | None, plan: Plan, example: Mapping[str, Any] | None
+) -> HeadForm | str:
+    own_base = teacher is not None and shares_base(request.student, teacher)
+    keeps_head = not (own_base and plan.student_mode in ("fsdp", "deepspeed-3"))
+    return student_form(
+        request.student, request.objective, request.options, request.args, example, keeps_head=keeps_head
+    )
 
 
 def _columns_of(teacher: nn.Module | None) -> list[str] | None:
@@ -180,7 +198,7 @@ def _examples(
 
 
 def _beside_the_student(
-    request: Request, teacher: nn.Module | None, example: Mapping[str, Any] | None, *, overlap: bool
+    request: Request, teacher: nn.Module | None, example: Mapping[str, Any] | None, fuses: bool, *, overlap: bool
 ) -> PreparedTeacher:
     assert teacher is not None, "a teacher beside the student is loaded by this process"
     return TeacherBesideStudent(
@@ -195,6 +213,7 @@ def _beside_the_student(
         overlap=overlap,
         prepare=request.prepare_teacher,
         autocast=autocast_dtype(request.args),
+        without_logits=fuses,
     )
 
 
@@ -202,7 +221,7 @@ def _rows(request: Request) -> int:
     return rows_of_a_batch(request.args, request.train_dataset, request.eval_dataset)
 
 
-def _dedicated(request: Request, example: Mapping[str, Any] | None) -> PreparedTeacher:
+def _dedicated(request: Request, example: Mapping[str, Any] | None, fuses: bool) -> PreparedTeacher:
     args, taps = request.args, request.objective.teacher_taps
     if isinstance(request.teacher, nn.Module) and shares_base(request.student, request.teacher):
         raise PlacementError(
@@ -217,10 +236,10 @@ def _dedicated(request: Request, example: Mapping[str, Any] | None) -> PreparedT
         example=example,
         rows=_rows(request),
         autocast=autocast_dtype(args),
-        timeout=args.teacher_timeout,
-        load_timeout=args.teacher_load_timeout,
+        timeouts=(args.teacher_timeout, args.teacher_load_timeout),
         micro_batches=args.teacher_micro_batches,
         wants_head=need_heads(request.objective.alignments),
+        without_logits=fuses,
     )
     module = request.teacher if isinstance(request.teacher, nn.Module) else None
     return DedicatedTeacher(world, taps, prepare=request.prepare_teacher, device=args.device, module=module)

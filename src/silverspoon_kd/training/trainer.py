@@ -88,7 +88,7 @@ class DistillationTrainer(SavingTrainer):
         self._wants_predictions, self._first_step_checked = True, False
         self._step_values, self._eval_values, self._num_steps = RunningMeans(), RunningMeans(), 0
         self._norms, self._rates, self._teacher_costs = {}, {}, Counter()
-        self._objective, self._prepare_student, self.student_model = objective, prepare_student_inputs, student_model
+        self._prepare_student, self.student_model = prepare_student_inputs, student_model
         request = Request(
             student=student_model,
             teacher=teacher_model,
@@ -109,7 +109,7 @@ class DistillationTrainer(SavingTrainer):
             on_error.callback(setup.executor.close)
             self.plan, self._labels, self._trainable = setup.plan, setup.labels, setup.trainable
             self.root, self.teacher, self._executor = setup.root, setup.teacher, setup.executor
-            self._ahead = Lookahead(setup.executor, setup.plan.lookahead)
+            self._objective, self._ahead = setup.objective, Lookahead(setup.executor, setup.plan.lookahead)
             args.remove_unused_columns = setup.columns is not None
             super().__init__(
                 model=self.root,

@@ -54,8 +54,8 @@ def test_signals_of_all_batches_that_are_started_ahead_are_kept(overlap, batches
     options = {"overlap_teacher_forward": overlap, "teacher_lookahead": 2, "gradient_accumulation_steps": 2}
     distiller = make("response", tmp_path, report_to="none", **options)
     (memory,) = distiller.plan.memory
-    # Logits of a batch.
-    assert dict(memory.parts)[batches] == (6 if overlap else 1) * 4 * 12 * 64 * 4
+    # What the head takes in.
+    assert dict(memory.parts)[batches] == (6 if overlap else 1) * 4 * 12 * 32 * 4
 
 
 @pytest.mark.parametrize(

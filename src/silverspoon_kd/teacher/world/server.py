@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
+from silverspoon_kd.capture.head_form import HeadForm
 from silverspoon_kd.capture.probe import example_inputs
 from silverspoon_kd.errors import DataError, PlacementError
-from silverspoon_kd.teacher.facts import divides_by_rows, facts_of
+from silverspoon_kd.teacher.facts import divides_by_rows, facts_of, taps_in_effect
 from silverspoon_kd.teacher.sharding import free_gathered
 from silverspoon_kd.teacher.world.codec import decode
 from silverspoon_kd.teacher.world.link import Link, Message, dtype_name
@@ -84,7 +86,11 @@ class Server:
                     f"The shapes of the teacher {type(base_of(teacher)).__name__} cannot be found without data. Pass a "
                     "train_dataset or an eval_dataset."
                 )
-            found = facts_of(teacher, self._taps, self._trace, inputs)
+            wish = self._spec.without_logits
+            found = facts_of(teacher, self._taps, self._trace, inputs, without_logits=wish)
+            self._taps = taps_in_effect(self._taps, found.head_form)
+            fused = isinstance(found.head_form, HeadForm)
+            facts["head_form"] = asdict(found.head_form) if isinstance(found.head_form, HeadForm) else found.head_form
             self._example, self._whole = inputs, {tap: value.shape for tap, value in found.values.items()}
             facts["values"] = [
                 [dtype_name(found.values[tap].dtype), list(found.values[tap].shape)] for tap in self._taps
@@ -95,7 +101,9 @@ class Server:
             if self._spec.num_parts > 1 and divides_by_rows(teacher, found, inputs):
                 self._num_parts = self._spec.num_parts
             facts["divides"], self._main_input = self._num_parts > 1, found.main_input
-            if self._spec.shares_head and self._rank == 0:
+            # Students that gave the teacher as a module have its head.
+            given = isinstance(self._spec.source, nn.Module)
+            if (self._spec.shares_head or fused) and not given and self._rank == 0:
                 self._head = SharedHead(teacher)
             facts["head"] = None if self._head is None else self._head.description
             self._memory = WorldMemory(teacher, self._spec, self._rank, self._taps, self._trace, self._num_parts)

@@ -31,6 +31,7 @@ class WorldSpec:
         rows: of a batch of the run.
         micro_batches: into how many parts "pp" cuts a request, so that its devices work at the same time.
         shares_head: whether the students want the teacher's output head.
+        without_logits: whether they want, where logits can be made of it, what that head takes in, and not ``taps``.
     """
 
     source: str | Callable[[], nn.Module] | nn.Module
@@ -49,6 +50,7 @@ class WorldSpec:
     rows: int = 1
     micro_batches: int = 1
     shares_head: bool = False
+    without_logits: bool = False
 
     @property
     def num_processes(self) -> int:

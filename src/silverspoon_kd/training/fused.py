@@ -1,0 +1,99 @@
+"""Whether a run's losses on logits are computed without logits, and from which heads."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from silverspoon_kd.capture.head_form import HeadForm, head_form
+from silverspoon_kd.distributed.plan import Plan
+from silverspoon_kd.errors import ConfigurationError
+from silverspoon_kd.losses.divergences import JensenShannon, KLDivergence, ReverseKL
+from silverspoon_kd.objectives import FusedHeads, Objective, ResponseObjective
+from silverspoon_kd.student import StepOptions
+from silverspoon_kd.teacher import TeacherFacts
+from silverspoon_kd.training.arguments import TrainingArguments
+from silverspoon_kd.training.assembly import probe_inputs
+
+FUSED = "without logits, from hidden states and heads"
+
+
+def student_form(
+    student: nn.Module,
+    objective: Objective,
+    options: StepOptions,
+    args: TrainingArguments,
+    example: Mapping[str, Any] | None,
+    *,
+    keeps_head: bool,
+) -> HeadForm | str:
+    """Return the form of the student's head if the losses can do without logits on its side, else why they cannot.
+
+    Args:
+        student: the student.
+        objective: as it was asked for.
+        options: of the step.
+        args: of the run.
+        example: a tiny batch as the student gets it, used where the model's config says too little.
+        keeps_head: the teacher has a whole head beside the student's.
+
+    Raises:
+        DataError: there is nothing to try the student with.
+    """
+    if not isinstance(objective, ResponseObjective):
+        return f"{objective.kind} learns from the outputs of modules"
+    if args.fused_losses is False:
+        return "fused_losses=False"
+    loss: Any = objective.alignments[0].loss
+    if not isinstance(loss, (KLDivergence, ReverseKL, JensenShannon)):
+        return f"{loss.name} is not kl_divergence, reverse_kl or jsd"
+    if options.alpha > 0:
+        return "alpha > 0: the student's own loss makes its logits anyway"
+    if not keeps_head:
+        return "the teacher is the student's own base model, whose head is shared out over the ranks"
+    found = head_form(student, probe_inputs(student, example, "student"))
+    return found if isinstance(found, HeadForm) else f"student: {found}"
+
+
+def settle(
+    objective: Objective, student: HeadForm | str, facts: TeacherFacts, plan: Plan, args: TrainingArguments
+) -> tuple[Objective, Plan]:
+    """Return the objective and the plan as they will run.
+
+    Args:
+        objective: as it was asked for.
+        student: of :func:`student_form`.
+        facts: of the teacher.
+        plan: of the run.
+        args: of the run.
+
+    Raises:
+        ConfigurationError: ``fused_losses=True`` cannot be.
+    """
+    teacher = facts.head_form
+    if isinstance(objective, ResponseObjective) and isinstance(student, HeadForm) and isinstance(teacher, HeadForm):
+        return ResponseObjective(objective.alignments[0], FusedHeads(student, teacher)), replace(plan, logits=FUSED)
+    reason = student if isinstance(student, str) else f"teacher: {teacher}"
+    if args.fused_losses:
+        raise ConfigurationError(
+            f"fused_losses=True cannot be: {reason}. Leave fused_losses out to have the losses computed from logits."
+        )
+    return objective, replace(plan, logits=f"whole ({reason})") if objective.kind == "response_based" else plan
+
+
+def bind_teacher_head(objective: Objective, facts: TeacherFacts, device: torch.device) -> None:
+    """Give the teacher's head, on the student's device, to an objective that computes its losses from heads."""
+    if not isinstance(objective, ResponseObjective) or objective.heads is None:
+        return
+    assert facts.head is not None, "a head whose form is known is there"
+    tensors = (facts.head.weight, facts.head.bias)
+    weight, bias = (None if each is None else on_device(each.detach(), device) for each in tensors)
+    assert weight is not None
+    objective.heads = objective.heads.with_teacher(weight, bias)
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on the device; the ranks of torchrun are on "cpu:0", to which "cpu" would be copied."""
+    return tensor if tensor.device.type == device.type == "cpu" else tensor.to(device)
