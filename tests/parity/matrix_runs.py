@@ -48,6 +48,12 @@ class Row:
         return f"{self.distiller}-{self.mode}-{self.placement}"
 
     @property
+    def alpha(self) -> float:
+        """Share of the student's own loss: that of logits is then of one pass with the divergence."""
+        sharded = self.mode in ("fsdp", "zero3")
+        return 0.25 if self.distiller == "holistic" or (self.distiller == "response" and sharded) else 0.0
+
+    @property
     def resumes(self) -> bool:
         """Whether it is also saved and resumed: starting a dedicated teacher again takes long."""
         return WHOLE_TABLE or not self.placement.startswith("dedicated-")
@@ -111,7 +117,7 @@ def distiller_of(row: Row, folder: Path, batch: int, collate: Collate, **changes
         rows=ParityRows(BATCH * RANKS * ACCUMULATION * STEPS - 1),  # the last batch of the last rank is a short one
         collate=collate,
         **{
-            "alpha": 0.25 if row.distiller == "holistic" else 0.0,
+            "alpha": row.alpha,
             "max_steps": STEPS,
             "max_grad_norm": 0.5,
             "lr_scheduler_type": "linear",

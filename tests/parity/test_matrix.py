@@ -70,12 +70,13 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Row
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Found]:
     """The outcome in this process."""
-    done: dict[str, Found] = {}
+    done: dict[tuple[str, float], Found] = {}
 
     def outcome(row: Row) -> Found:
-        if row.distiller not in done:
-            done[row.distiller] = run_reference(row, tmp_path_factory.mktemp("reference"))
-        return done[row.distiller]
+        key = (row.distiller, row.alpha)
+        if key not in done:
+            done[key] = run_reference(row, tmp_path_factory.mktemp("reference"))
+        return done[key]
 
     return outcome
 

@@ -21,7 +21,7 @@ from silverspoon_kd.losses.factories import (
     reverse_kl_loss,
     smooth_l1_loss,
 )
-from silverspoon_kd.losses.fused import fused_divergence
+from silverspoon_kd.losses.fused import FusedLosses, TaskLabels, fused_divergence, fused_task_and_divergence
 from silverspoon_kd.losses.logit_sum import DivergenceLoss
 from silverspoon_kd.losses.output_head import OutputHead
 from silverspoon_kd.losses.registry import LossRecord, available_losses, get_loss_function, register_loss
@@ -54,6 +54,9 @@ __all__ = [
     "logit_lens_kl_loss",
     # the same from hidden states, without logits
     "fused_divergence",
+    "fused_task_and_divergence",
+    "TaskLabels",
+    "FusedLosses",
     "OutputHead",
     # positions among themselves
     "contrastive_loss",

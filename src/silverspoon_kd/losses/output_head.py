@@ -11,6 +11,9 @@ from silverspoon_kd.errors import LossError
 from silverspoon_kd.losses.divergences import JensenShannon, KLDivergence, ReverseKL
 from silverspoon_kd.losses.inputs import check_vocabularies, require, require_positive, valid_positions
 
+# The label of a position that predicts none, as torch has it.
+IGNORED = -100
+
 
 @dataclass(frozen=True, eq=False)
 class OutputHead:
@@ -96,3 +99,18 @@ def check_heads(
         # Only the shape is looked at, and a tensor on "meta" has nothing else.
         logits.append(torch.empty((*hidden.shape[:-1], head.weight.shape[0]), device="meta"))
     return valid_positions(loss.name, student, mask), check_vocabularies(loss.name, *logits)
+
+
+def check_labels(loss: Any, student: Tensor, labels: Any) -> Tensor:
+    """Return labels on the student's device.
+
+    Raises:
+        LossError: they are not one whole number for each position.
+    """
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != student.shape[:-1]:
+        shape = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise LossError(
+            f"{loss.name}: the labels {shape} must be whole numbers, one for each of the positions "
+            f"{list(student.shape[:-1])} of the student's hidden states."
+        )
+    return labels.to(student.device)

@@ -1,7 +1,7 @@
 """How one batch becomes a loss."""
 
 from silverspoon_kd.objectives.combine import combine
-from silverspoon_kd.objectives.fused import FusedHeads, FusedStep
+from silverspoon_kd.objectives.fused import FusedHeads, FusedStep, FusedTask
 from silverspoon_kd.objectives.objective import (
     BlockwiseObjective,
     HolisticObjective,
@@ -19,6 +19,7 @@ __all__ = [
     "Counts",
     "FusedHeads",
     "FusedStep",
+    "FusedTask",
     "HolisticObjective",
     "Objective",
     "Positions",

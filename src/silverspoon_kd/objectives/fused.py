@@ -13,9 +13,9 @@ from silverspoon_kd.alignment import Alignment
 from silverspoon_kd.capture import Tap, find_module
 from silverspoon_kd.capture.head_form import HeadForm
 from silverspoon_kd.errors import LossError
-from silverspoon_kd.losses import OutputHead, fused_divergence
+from silverspoon_kd.losses import OutputHead, TaskLabels, fused_divergence, fused_task_and_divergence
 from silverspoon_kd.objectives.positions import Positions
-from silverspoon_kd.objectives.terms import TeacherSignals, Term, mask_for
+from silverspoon_kd.objectives.terms import Counts, TeacherSignals, Term, mask_for
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,29 @@ class FusedHeads:
         return replace(self, teacher_head=OutputHead(weight, bias, self.teacher.scale, self.teacher.soft_cap))
 
 
+@dataclass(frozen=True)
+class FusedTask:
+    """The student's own loss, the cross entropy of its logits.
+
+    Attributes:
+        labels: integers ``[batch, length]``, of the token that each position is to predict; -100 for none.
+        alpha: its share, 0..1.
+        counts: positions in the whole step.
+    """
+
+    labels: Tensor
+    alpha: float
+    counts: Counts
+
+    def weighted(self, weight: float, unit: str) -> TaskLabels:
+        """Return the labels, with the factors that sums have in the loss; ``weight`` and ``unit`` are another term's."""
+        ours, theirs = (self.counts.scale / self.counts.of(each).float() for each in ("task", unit))
+        return TaskLabels(self.labels, (1 - self.alpha) * weight * theirs, self.alpha * ours)
+
+
 @final
 class FusedStep:
-    """The loss of one batch, computed where the student's head would make the logits.
+    """The losses of one batch, computed where the student's head would make the logits.
 
     The sum leaves the student as what its head gives out, since only for what a module returns do wrappers that share
     out its weights have them there in the backward.
@@ -61,6 +81,7 @@ class FusedStep:
         signals: the teacher's hidden states.
         positions: what counts in this batch.
         keep_logits: the head gives out its logits all the same; only without gradients.
+        task: the student's own loss; None: it is not asked for.
     """
 
     def __init__(
@@ -72,11 +93,13 @@ class FusedStep:
         positions: Positions,
         *,
         keep_logits: bool,
+        task: FusedTask | None,
     ) -> None:
         self._name, self._alignment, self._heads = name, alignment, heads
-        self._signals, self._positions = signals, positions
+        self._signals, self._positions, self._task = signals, positions, task
         self.keeps_logits = keep_logits and not torch.is_grad_enabled()
-        self._made: Term | None = None
+        self.has_task = task is not None
+        self._terms: list[Term] = []
 
     @contextmanager
     def in_place(self, student: nn.Module) -> Iterator[None]:
@@ -91,31 +114,45 @@ class FusedStep:
             if before is not None:
                 head.forward = before
 
-    def terms(self, values: Mapping[Tap, Tensor]) -> list[Term]:
-        """Return the loss terms of the batch, from the recorded student values."""
-        assert self._made is not None, "the student's head runs in every forward"
-        term, self._made = self._made, None
-        return [term if self.keeps_logits else replace(term, total=values[self._heads.student_tap].sum())]
+    def terms(self, values: Mapping[Tap, Tensor]) -> tuple[Term, Term | None, Tensor | None]:
+        """Return the divergence, the task and the whole loss, from the recorded student values.
+
+        With a task the gradient enters by the whole loss, which is None otherwise and where logits are kept.
+        """
+        assert self._terms, "the student's head runs in every forward"
+        (term, *task), self._terms = self._terms, []
+        if self.keeps_logits:
+            return term, next(iter(task), None), None
+        total = values[self._heads.student_tap].sum()
+        return (term, task[0], total) if task else (replace(term, total=total), None, None)
 
     def _forward(self, head: nn.Linear, own_forward: Any, hidden: Tensor) -> Tensor:
         form, teacher_head = self._heads.student, self._heads.teacher_head
         assert teacher_head is not None, "heads are bound when the teacher is placed"
         teacher = self._signals.take(self._heads.teacher_tap).to(hidden.device)
-        mask, unit = mask_for(hidden, self._alignment, self._positions)
+        # Read here, where wrappers have gathered it.
+        student_head = OutputHead(head.weight, head.bias, form.scale, form.soft_cap)
         try:
-            value = fused_divergence(
-                self._alignment.loss,  # type: ignore[arg-type]
-                hidden,
-                # Read here, where wrappers have gathered it.
-                OutputHead(head.weight, head.bias, form.scale, form.soft_cap),
-                teacher,
-                teacher_head,
-                mask,
-            )
+            total = self._total(hidden, student_head, teacher, teacher_head)
         except LossError as error:
             raise LossError(f"Alignment {self._name!r}: {error}") from error
-        total = value.total
-        if unit == "rows":
-            total = total / value.count.clamp(min=1) * self._positions.rows
-        self._made = Term(name=self._name, total=total, unit=unit, weight=self._alignment.loss_weight)
         return own_forward(hidden) if self.keeps_logits else total.view(1, 1, 1)
+
+    def _total(self, hidden: Tensor, head: OutputHead, teacher: Tensor, teacher_head: OutputHead) -> Tensor:
+        """Return what gradients are made of, and keep the terms."""
+        loss: Any = self._alignment.loss
+        weight = self._alignment.loss_weight
+        mask, unit = mask_for(hidden, self._alignment, self._positions)
+        # A mean over positions without a mask, counted in rows.
+        part = self._positions.rows / max(hidden[..., 0].numel(), 1) if unit == "rows" else 1.0
+        if self._task is None:
+            total = fused_divergence(loss, hidden, head, teacher, teacher_head, mask).total * part
+            self._terms = [Term(self._name, total, unit, weight)]
+            return total
+        task = self._task.weighted(weight * part, unit)
+        found = fused_task_and_divergence(loss, hidden, head, teacher, teacher_head, mask, task)
+        self._terms = [
+            Term(self._name, found.divergence.total * part, unit, weight),
+            Term("task", found.task, "task"),
+        ]
+        return found.combined

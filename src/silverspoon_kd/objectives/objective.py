@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from silverspoon_kd.alignment import Alignment
 from silverspoon_kd.alignment.alignment import alignment_names
 from silverspoon_kd.capture import Tap, select_logits
-from silverspoon_kd.objectives.fused import FusedHeads, FusedStep
+from silverspoon_kd.objectives.fused import FusedHeads, FusedStep, FusedTask
 from silverspoon_kd.objectives.positions import Positions
 from silverspoon_kd.objectives.terms import (
     TeacherSignals,
@@ -46,13 +46,16 @@ class Objective(abc.ABC):
         """Return, by student module, what replaces the hidden states it would take in."""
 
     @abc.abstractmethod
-    def head_step(self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool) -> FusedStep | None:
+    def head_step(
+        self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool, task: FusedTask | None
+    ) -> FusedStep | None:
         """Return what computes the terms in the place of the student's head; None: the head makes logits.
 
         Args:
             signals: the teacher's activations of the batch.
             positions: what counts in it.
             keep_logits: the student's logits are wanted too, if there are no gradients.
+            task: the student's own loss, to be computed there too; None: it is not asked for.
         """
 
     @abc.abstractmethod
@@ -88,11 +91,13 @@ class ResponseObjective(Objective):
     ) -> dict[str, Callable[[Tensor], Tensor]]:
         return {}
 
-    def head_step(self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool) -> FusedStep | None:
+    def head_step(
+        self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool, task: FusedTask | None
+    ) -> FusedStep | None:
         if self.heads is None:
             return None
         alignment, name = self.alignments[0], self.names[0]
-        return FusedStep(name, alignment, self.heads, signals, positions, keep_logits=keep_logits)
+        return FusedStep(name, alignment, self.heads, signals, positions, keep_logits=keep_logits, task=task)
 
     def terms(
         self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
@@ -121,7 +126,9 @@ class HolisticObjective(Objective):
     ) -> dict[str, Callable[[Tensor], Tensor]]:
         return {}
 
-    def head_step(self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool) -> FusedStep | None:
+    def head_step(
+        self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool, task: FusedTask | None
+    ) -> FusedStep | None:
         return None
 
     def terms(
@@ -158,7 +165,9 @@ class BlockwiseObjective(Objective):
             for alignment, projector in zip(self.alignments, projectors, strict=True)
         }
 
-    def head_step(self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool) -> FusedStep | None:
+    def head_step(
+        self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool, task: FusedTask | None
+    ) -> FusedStep | None:
         return None
 
     def terms(

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of, select_logits
 from silverspoon_kd.objectives import (
     Counts,
+    FusedTask,
     Objective,
+    Positions,
     TeacherSignals,
     Term,
     combine,
@@ -107,28 +110,30 @@ class StudentRoot(nn.Module):
         """
         self.release()
         positions = positions_of(batch, self.conventions)
-        with_task = self.options.alpha > 0
-        inputs = self.view(batch, with_labels=with_task)
-        if with_task:
-            inputs = task_inputs(
-                inputs, positions, smoothing=self.options.label_smoothing, takes_num_items=self.view.takes_num_items
-            )
         replace = self.objective.substitutions(signals, self.projectors)
         capture = Capture(self.student, self.objective.student_taps, self._trace, replace)
-        step = self.objective.head_step(signals, positions, keep_logits=want_output)
+        step = self.objective.head_step(
+            signals, positions, keep_logits=want_output, task=self._fused_task(batch, counts)
+        )
+        # What is left of the student's own loss for its own forward.
+        with_task = self.options.alpha > 0 and not (step is not None and step.has_task)
         own_output = want_output and not replace and (step is None or step.keeps_logits)
+        inputs = self._inputs(batch, positions, with_task)
         with nullcontext() if step is None else step.in_place(self.student):
             output, self._kept = capture.run(lambda: self.student(**inputs), may_stop=not (with_task or own_output))
         if self.before_backward is not None:
             self.before_backward(capture.values)
+        whole: Tensor | None = None
         if step is None:
             terms = self.objective.terms(capture.values, signals, self.projectors, positions)
+            task = self._task(output, batch, positions) if with_task else None
         else:
-            terms = step.terms(capture.values)
-        task = self._task(output, batch, positions) if with_task else None
+            term, task, whole = step.terms(capture.values)
+            terms = [term]
         loss, parts = combine(
             terms, task, counts, alpha=self.options.alpha, magnitude_aware=self.options.magnitude_aware
         )
+        loss = loss if whole is None else whole
         result: dict[str, Any] = {"loss": loss, "parts": parts}
         if not torch.is_grad_enabled():
             self.release()
@@ -166,6 +171,22 @@ class StudentRoot(nn.Module):
         if count is None:
             return sum(parameter.numel() for parameter in self.student.parameters())
         return count(exclude_embeddings=exclude_embeddings)
+
+    def _inputs(self, batch: Mapping[str, Any], positions: Positions, with_task: bool) -> dict[str, Any]:
+        inputs = self.view(batch, with_labels=with_task)
+        if not with_task:
+            return inputs
+        return task_inputs(
+            inputs, positions, smoothing=self.options.label_smoothing, takes_num_items=self.view.takes_num_items
+        )
+
+    def _fused_task(self, batch: Mapping[str, Any], counts: Counts) -> FusedTask | None:
+        labels = batch.get("labels")
+        if self.options.alpha == 0 or not isinstance(labels, Tensor):
+            return None
+        if self.conventions.shifts_labels:
+            labels = functional.pad(labels[..., 1:], (0, 1), value=-100)
+        return FusedTask(labels, self.options.alpha, counts)
 
     def _task(self, output: Any, batch: Mapping[str, Any], positions: Any) -> Term:
         return task_term(

@@ -11,7 +11,7 @@ from silverspoon_kd.capture.head_form import HeadForm, head_form
 from silverspoon_kd.distributed.plan import Plan
 from silverspoon_kd.errors import ConfigurationError
 from silverspoon_kd.losses.divergences import JensenShannon, KLDivergence, ReverseKL
-from silverspoon_kd.objectives import FusedHeads, Objective, ResponseObjective
+from silverspoon_kd.objectives import FusedHeads, Objective, ResponseObjective, conventions_of
 from silverspoon_kd.student import StepOptions
 from silverspoon_kd.teacher import TeacherFacts
 from silverspoon_kd.training.arguments import TrainingArguments
@@ -49,12 +49,18 @@ def student_form(
     loss: Any = objective.alignments[0].loss
     if not isinstance(loss, (KLDivergence, ReverseKL, JensenShannon)):
         return f"{loss.name} is not kl_divergence, reverse_kl or jsd"
-    if options.alpha > 0:
-        return "alpha > 0: the student's own loss makes its logits anyway"
+    with_task = options.alpha > 0
+    if with_task and (options.magnitude_aware or options.label_smoothing > 0):
+        return "alpha > 0 with magnitude_aware_weighting or label smoothing"
     if not keeps_head:
         return "the teacher is the student's own base model, whose head is shared out over the ranks"
-    found = head_form(student, probe_inputs(student, example, "student"))
-    return found if isinstance(found, HeadForm) else f"student: {found}"
+    shifts = conventions_of(student).shifts_labels if with_task else None
+    found = head_form(student, probe_inputs(student, example, "student"), shifts_labels=shifts)
+    if not isinstance(found, HeadForm):
+        return f"student: {found}"
+    if with_task and not found.plain_loss:
+        return "alpha > 0: the student's own loss is not the cross entropy of its logits"
+    return found
 
 
 def settle(

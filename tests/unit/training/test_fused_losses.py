@@ -87,10 +87,13 @@ def train(folder, models, loss="kl", **changes):
     before = weights(distiller.root)
     distiller.train()
     logs = [entry for entry in distiller.state.log_history if "loss" in entry]
-    numbers = [{key: entry[key] for key in ("loss", "grad_norm", "loss/logits")} for entry in logs]
+    names = [name for name in logs[0] if name.startswith("loss")] + ["grad_norm"]
+    assert ("loss/task" in names) is (changes.get("alpha", 0) > 0)
+    numbers = [{name: entry[name] for name in names} for entry in logs]
     after = weights(distiller.root)
     assert distance(after, before) > 1e-3
-    return distiller, after, [*numbers, {"loss": distiller.evaluate()["eval_loss"]}]
+    metrics = {name: value for name, value in distiller.evaluate().items() if "loss" in name}
+    return distiller, after, [*numbers, {"loss": metrics["eval_loss"], **metrics}]
 
 
 def same(folder, make, loss="kl", rel=1e-6, **changes):
@@ -138,13 +141,14 @@ def test_rows_without_labels_count_all_tokens(tmp_path):
     same(tmp_path, PAIRS["qwen3"], rows=Rows(32, labels=False))
 
 
-def test_predictions_are_those_of_the_dense_way(tmp_path):
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_predictions_are_those_of_the_dense_way(alpha, tmp_path):
     def metrics(prediction):
         return {"mean": float(prediction.predictions.mean()), "shape": list(prediction.predictions.shape)}
 
     found = []
     for fused in (None, False):
-        distiller = build(tmp_path, PAIRS["qwen3"](), compute_metrics=metrics, fused_losses=fused)
+        distiller = build(tmp_path, PAIRS["qwen3"](), compute_metrics=metrics, fused_losses=fused, alpha=alpha)
         runs = []
         distiller.student_model.lm_head.register_forward_hook(lambda *given, runs=runs: runs.append(given[0]))
         found.append(distiller.evaluate())
@@ -179,11 +183,12 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("fused", [None, False])
-def test_no_tensor_of_tokens_and_vocabulary_is_made(fused, tmp_path):
+def test_no_tensor_of_tokens_and_vocabulary_is_made(fused, alpha, tmp_path):
     vocabulary, tokens = 997, 4 * 12
     models = qwen3(1, vocab=vocabulary), qwen3(2, vocab=vocabulary)
-    distiller = build(tmp_path, models, "reverse", fused_losses=fused, rows=Rows(32, low=12))
+    distiller = build(tmp_path, models, "reverse", fused_losses=fused, alpha=alpha, rows=Rows(32, low=12))
     with Largest(tokens) as seen:
         distiller.train()
         distiller.evaluate()
@@ -211,6 +216,30 @@ def test_the_head_gets_its_forward_back_after_an_error(tmp_path):
     assert "forward" not in vars(student.lm_head)
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_students_own_loss_is_computed_in_the_same_pass(pair, tmp_path):
+    same(tmp_path, PAIRS[pair], "warm kl", alpha=0.3)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_divergence_goes_with_the_students_own_loss(loss, tmp_path):
+    same(tmp_path, PAIRS["padded student"], loss, alpha=0.7)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"alpha": 1.0},
+        {"e2e_eval_loss": "forward"},
+        {"bf16": True, "rel": 2e-3},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_way_to_train_goes_with_the_students_own_loss(changes, tmp_path):
+    same(tmp_path, PAIRS["qwen3"], **{"alpha": 0.4, **changes})
+
+
 def shared(folder, loss="kl_divergence", **changes):
     teacher, student = PAIRS["qwen3"]()
     args = arguments(folder, report_to="none", max_steps=1, **changes)
@@ -226,6 +255,8 @@ def distant(student, teacher):
 @pytest.mark.parametrize(
     ("loss", "changes", "reason"),
     [
+        ("kl_divergence", {"alpha": 0.5, "label_smoothing_factor": 0.1}, "alpha > 0 with magnitude_aware_weighting or"),
+        ("kl_divergence", {"alpha": 0.5, "magnitude_aware_weighting": True}, "alpha > 0 with magnitude_aware"),
         ("mse", {}, "mse is not kl_divergence, reverse_kl or jsd"),
         (distant, {}, "is not kl_divergence, reverse_kl or jsd"),
     ],
