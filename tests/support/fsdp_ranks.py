@@ -54,7 +54,7 @@ CASES: dict[str, Spec] = {
     "sizes": ("holistic", narrow, {}, {"fsdp": True, "fsdp_config": SIZES}),
     "unwrapped": ("holistic", narrow, {}, {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}),
     "by-name": ("blockwise", narrow, {}, {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "Qwen3MLP"}}),
-    "grad-op": ("response", narrow, {}, {"fsdp": "shard_grad_op", "learning_rate": 2.0, "alpha": 0.5}),
+    "grad-op": ("response", narrow, {}, {"fsdp": "shard_grad_op", "learning_rate": 0.5, "alpha": 0.5}),
     "list": ("holistic", narrow, {}, {"fsdp": ["full_shard", "auto_wrap"]}),
     "offload": ("response", narrow, {}, {"fsdp": "full_shard offload", "learning_rate": 2.0}),
     "prefetch": ("holistic", narrow, {}, {**FULL, "fsdp_config": PREFETCH}),

@@ -62,7 +62,7 @@ class FusedTask:
     counts: Counts
 
     def weighted(self, weight: float, unit: str) -> TaskLabels:
-        """Return the labels, with the factors that sums have in the loss; ``weight`` and ``unit`` are another term's."""
+        """Return the labels and the factors of both sums in the loss; ``weight`` and ``unit`` are the other term's."""
         ours, theirs = (self.counts.scale / self.counts.of(each).float() for each in ("task", unit))
         return TaskLabels(self.labels, (1 - self.alpha) * weight * theirs, self.alpha * ours)
 

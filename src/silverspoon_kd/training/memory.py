@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from silverspoon_kd.capture.head_form import HeadForm
 from silverspoon_kd.distributed.plan import DeviceMemory, Plan
 from silverspoon_kd.teacher import EACH_RANK, TeacherFacts, bytes_of, capacity
 from silverspoon_kd.training.arguments import TrainingArguments
@@ -38,6 +39,7 @@ def plan_with_memory(
     batches = (plan.lookahead + 1) * args.gradient_accumulation_steps if plan.overlap else 1
     parts: dict[str, int | None] = {
         **{f"teacher's {name}": size for name, size in beside.items() if name != "signals"},
+        **_own_head(plan, facts, args),
         f"signals of {batches} batch{'' if batches == 1 else 'es'}": sum(known) * batches
         if len(known) == len(signals)
         else None,
@@ -49,6 +51,16 @@ def plan_with_memory(
         ),
     }
     return plan.with_memory([*own, DeviceMemory(EACH_RANK, tuple(parts.items()), capacity(args.device))])
+
+
+def _own_head(plan: Plan, facts: TeacherFacts, args: TrainingArguments) -> dict[str, int | None]:
+    """Return the bytes of the teacher's head where a rank has a copy of its own, for losses without logits."""
+    # A teacher on CPU slots shares one copy with all students of its node.
+    copied = plan.teacher == "sharded" or (plan.teacher_devices and args.device.type != "cpu")
+    if not copied or facts.head is None or not isinstance(facts.head_form, HeadForm):
+        return {}
+    tensors = (facts.head.weight, facts.head.bias)
+    return {"teacher's head": sum(bytes_of(each) for each in tensors if each is not None)}
 
 
 def tell(plan: Plan, args: TrainingArguments, already: int) -> None:
