@@ -56,8 +56,9 @@ test: $(INSTALLED) ## The whole test suite
 test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 	$(PYTEST) $(PARALLEL) -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
 
-parity: $(INSTALLED) ## The whole table of student modes, distillers and placements, into docs/guide/conformance.md
-	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py tests/parity/test_placements.py $(PYTEST_ARGS)
+parity: $(INSTALLED) ## Every row of student modes, distillers and placements, and every example; docs/guide/conformance.md
+	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py tests/parity/test_placements.py \
+		tests/examples/test_placement.py $(PYTEST_ARGS)
 	@cat docs/guide/conformance.md
 
 demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form

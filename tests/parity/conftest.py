@@ -39,7 +39,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, Layout],
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, Layout], list[Outcome]]:
     """The outcomes of a case on two ranks; all cases run in one torchrun."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    torchrun(Path(rank_program.__file__), [folder], log=folder / "log.txt", timeout=110)
+    torchrun(Path(rank_program.__file__), [folder], log=folder / "log.txt", timeout=110, fork=True)
 
     def outcomes(case: Case, layout: Layout) -> list[Outcome]:
         return [rank_program.read(folder, case, layout, rank) for rank in range(layout.ranks)]

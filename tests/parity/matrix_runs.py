@@ -66,13 +66,13 @@ class Row:
 
 TABLE = [Row(*values) for mode in MODES for values in [(d, mode, p) for p in PLACEMENTS for d in DISTILLERS]]
 # A world of its own knows nothing of the student's engine, and takes seconds to start: one for each ZeRO stage.
-WORLDS = {"zero0": "dedicated-pp", "zero1": "dedicated-tp", "zero2": "dedicated-sharded", "zero3": "dedicated-pp"}
-# Every other pair of values at least once.
+WORLDS = {"zero1": "dedicated-tp", "zero2": "dedicated-sharded", "zero3": "dedicated-pp"}
+# Every other pair of values at least once, but for stage 0, which test_deepspeed.py compares with the others.
 COVER = [
     Row(DISTILLERS[(i + j) % len(DISTILLERS)], mode, placement)
     for i, mode in enumerate(MODES)
     for j, placement in enumerate(PLACEMENTS)
-    if not placement.startswith("dedicated") or WORLDS.get(mode, placement) == placement
+    if mode != "zero0" and (not placement.startswith("dedicated") or WORLDS.get(mode, placement) == placement)
 ]
 
 

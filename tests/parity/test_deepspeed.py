@@ -29,7 +29,7 @@ def both(tmp_path_factory):
     """What each rank found in a run; all are made one after the other in one start."""
     folder = tmp_path_factory.mktemp("deepspeed")
     log = folder / "log"
-    with started(Path(deepspeed_ranks.__file__), [folder], log=log, num_ranks=2) as (launcher, _):
+    with started(Path(deepspeed_ranks.__file__), [folder], log=log, num_ranks=2, fork=True) as (launcher, _):
 
         def found(name):
             paths = [deepspeed_ranks.path_of(folder, name, rank) for rank in range(2)]

@@ -23,7 +23,7 @@ ENDS = {"", "student.model.embed_tokens", "student.lm_head"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks have written everything, and then three what goes on from there."""
     folder = tmp_path_factory.mktemp("fsdp")
-    torchrun(PROGRAM, [folder], log=folder / "two.txt", timeout=110)
+    torchrun(PROGRAM, [folder], log=folder / "two.txt", timeout=110, fork=True)
     return folder
 
 
@@ -160,6 +160,6 @@ def test_e_15_the_saved_student_is_one_for_from_pretrained(state, ranks):
 @pytest.mark.parametrize("state", STATES)
 def test_other_numbers_of_ranks_go_on_from_a_checkpoint(state, folder, ranks):
     name = f"{state}-3"
-    torchrun(PROGRAM, [folder, name], log=folder / f"{name}.txt", num_ranks=3, timeout=90)
+    torchrun(PROGRAM, [folder, name], log=folder / f"{name}.txt", num_ranks=3, timeout=90, fork=True)
     for outcome in ranks(name, 3):
         assert relative(outcome["after"], ranks(state)[0]["after"]) < 1e-5

@@ -20,7 +20,10 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fused")
     log = folder / "log"
     variables = {"DS_ACCELERATOR": "cpu"}
-    with started(Path(fused_ranks.__file__), [folder], log=log, num_ranks=2, variables=variables) as (launcher, _):
+    with started(Path(fused_ranks.__file__), [folder], log=log, num_ranks=2, variables=variables, fork=True) as (
+        launcher,
+        _,
+    ):
         assert launcher.wait(110) == 0, log.read_text()[-6000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 

@@ -53,7 +53,12 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Row
             names = [other.name for other in ROWS if other.mode == row.mode]
             variables = {"SILVERSPOON_CPU_SLOTS": str(SLOTS), "DS_ACCELERATOR": "cpu"}
             context = started(
-                Path(matrix_runs.__file__), [folder, row.mode, *names], log=log, num_ranks=2, variables=variables
+                Path(matrix_runs.__file__),
+                [folder, row.mode, *names],
+                log=log,
+                num_ranks=2,
+                variables=variables,
+                fork=True,
             )
             launchers[row.mode], _ = stack.enter_context(context)
         deadline = time.monotonic() + PATIENCE

@@ -29,7 +29,7 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Place
         if run.ranks not in launchers:
             program = Path(placement_runs.__file__)
             slots = {"SILVERSPOON_CPU_SLOTS": str(SLOTS)}
-            context = started(program, [folder], log=log, num_ranks=run.ranks, variables=slots)
+            context = started(program, [folder], log=log, num_ranks=run.ranks, variables=slots, fork=True)
             launchers[run.ranks], _ = stack.enter_context(context)
         deadline = time.monotonic() + PATIENCE
         while launchers[run.ranks].poll() is None and not placement_runs.finished(folder, run):

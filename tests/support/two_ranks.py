@@ -135,6 +135,21 @@ def resumed(kind: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def evaluated_first(folder: Path) -> dict[str, Any]:
+    """Train after an evaluation, and without."""
+    given = {"eval_dataset": Rows(n=8, seed=3)}
+    first, plain = (make("holistic", folder, given=given, max_steps=3, learning_rate=1.0) for _ in range(2))
+    first.evaluate()
+    for distiller in (first, plain):
+        distiller.train()
+    own, other = first.root.state_dict(), plain.root.state_dict()
+    return {
+        "wrapped": type(first.model_wrapped).__name__,
+        "digest": digest(own),
+        "same": all(torch.equal(own[name], other[name]) for name in other),
+    }
+
+
 def refused(folder: Path) -> str:
     """What every rank says when there is nothing to resume from."""
     try:
@@ -158,6 +173,7 @@ def main(folder: Path) -> None:
         "rates": rates(folder),
         "resumed": {kind: resumed(kind, folder / kind) for kind in KINDS},
         "evaluated": {f"{kind} {n}": evaluated(kind, folder, 2, n) for kind, n in EVALUATED},
+        "evaluated first": evaluated_first(folder),
         "refused": refused(folder / "empty"),
     }
     (folder / f"rank-{distributed.get_rank()}.json").write_text(json.dumps(report))

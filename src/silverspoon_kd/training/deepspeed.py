@@ -359,18 +359,6 @@ def _holder(gradient: Tensor) -> Tensor:
     return holder
 
 
-@contextmanager
-def evaluated_as_it_is(trainer: Any) -> Iterator[None]:
-    """Evaluate a student that is whole and not trained yet without an engine, which only ZeRO-3 has for evaluation."""
-    enabled = trainer.is_deepspeed_enabled
-    if enabled and trainer.deepspeed is None and not is_partitioned(trainer.root):
-        trainer.is_deepspeed_enabled = False
-    try:
-        yield
-    finally:
-        trainer.is_deepspeed_enabled = enabled
-
-
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 

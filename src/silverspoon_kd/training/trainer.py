@@ -33,6 +33,7 @@ from silverspoon_kd.training.assembly import group_specs, owned_parameters
 from silverspoon_kd.training.buffers import SharedBuffers
 from silverspoon_kd.training.collate import DictCollator
 from silverspoon_kd.training.columns import Prepare
+from silverspoon_kd.training.evaluation import evaluated_as_it_is
 from silverspoon_kd.training.fsdp import shard_student, sharding_enabled
 from silverspoon_kd.training.instruments import make_instruments
 from silverspoon_kd.training.lookahead import Lookahead
@@ -366,7 +367,7 @@ class DistillationTrainer(SavingTrainer):
         """Evaluate, and report each term beside the total."""
         self._eval_values = RunningMeans()
         try:
-            with deepspeed.evaluated_as_it_is(self):
+            with evaluated_as_it_is(self):
                 output = super().evaluation_loop(*args, **kwargs)
         except Exception as error:
             self._executor.leave(error)

@@ -24,7 +24,7 @@ def saved(tmp_path_factory):
 def output(tmp_path_factory, saved):
     """The reports of both ranks, and what they printed."""
     folder = tmp_path_factory.mktemp("sharded")
-    ranks.torchrun(ranks.Path(sharded_ranks.__file__), [folder, saved], log=folder / "log.txt", timeout=110)
+    ranks.torchrun(ranks.Path(sharded_ranks.__file__), [folder, saved], log=folder / "log.txt", timeout=110, fork=True)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in "01"], (folder / "log.txt").read_text()
 
 

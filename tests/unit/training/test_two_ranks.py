@@ -18,7 +18,7 @@ PROGRAM = Path(two_ranks.__file__)
 def reports(tmp_path_factory):
     """What each of two ranks found, from one start."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(PROGRAM, [folder], log=folder / "log", timeout=115)
+    torchrun(PROGRAM, [folder], log=folder / "log", timeout=115, fork=True)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -71,6 +71,12 @@ def test_i_13_one_checkpoint_of_both_ranks(reports, kind):
         "training_args.bin",
     }
     assert ("projectors.safetensors" in files) == (kind != "response")
+
+
+def test_training_does_not_notice_an_evaluation_before_it(reports):
+    one, other = (report["evaluated first"] for report in reports)
+    assert one["wrapped"] == "DistributedDataParallel" and one["same"]
+    assert one == other
 
 
 @pytest.mark.parametrize(("kind", "n"), two_ranks.EVALUATED)
