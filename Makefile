@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # QUICK=1 gives the short form of the demo and of gpu-check.
 QUICK ?= 0
+# Which parts `make bench` measures: response, fused, overlap, link; all if empty.
+BENCH ?=
 # DEVICE=cpu runs the checks of gpu-check on the CPU.
 DEVICE ?=
 
@@ -24,7 +26,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 OR_NONE := || [ $$? -eq 5 ]
 DEMO_CONFIG := examples/smollm2/$(if $(filter 1,$(QUICK)),quick,distill).yaml
 
-.PHONY: help venv check test test-fast parity demo gpu-check format cases docs clean
+.PHONY: help venv check test test-fast parity demo gpu-check bench format cases docs clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -58,7 +60,7 @@ test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 
 parity: $(INSTALLED) ## Every row of student modes, distillers and placements, and every example; docs/guide/conformance.md
 	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py tests/parity/test_placements.py \
-		tests/examples/test_placement.py $(PYTEST_ARGS)
+		tests/examples/test_placement.py tests/faults/test_teacher_memory.py $(PYTEST_ARGS)
 	@cat docs/guide/conformance.md
 
 demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form
@@ -66,6 +68,10 @@ demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 fo
 
 gpu-check: $(INSTALLED) ## Show on one GPU that the numbers are right; DEVICE=cpu does the same on the CPU, QUICK=1 less
 	$(BIN)/python benchmarks/gpu_check.py $(if $(DEVICE),--device $(DEVICE)) $(if $(filter 1,$(QUICK)),--quick)
+
+bench: $(INSTALLED) ## Measure on two free cores, against TRL too, and write benchmarks/results.md; BENCH=name for one part
+	$(PIP_INSTALL) -e '.[bench]'
+	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 format: $(INSTALLED) ## Rewrite the sources in the project's format
 	$(BIN)/ruff format .

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from parity.matrix_runs import WHOLE_TABLE
 from support import ranks
 from support.tiny import qwen3
 
@@ -23,10 +24,11 @@ def folders(tmp_path_factory):
     return folder / "tiny", folder / "large", sum(each.numel() * each.element_size() for each in large.parameters())
 
 
-def test_b_13_one_copy_for_all_ranks(folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_ranks", [1, 2, 4] if WHOLE_TABLE else [2])
+def test_b_13_one_copy_for_all_ranks(num_ranks, folders, tmp_path, monkeypatch):
     tiny, large, nbytes = folders
     monkeypatch.setenv("SILVERSPOON_CPU_SLOTS", "6")
-    ranks.torchrun(PROGRAM, [tmp_path, large, tiny], log=tmp_path / "log.txt", timeout=110)
+    ranks.torchrun(PROGRAM, [tmp_path, large, tiny], log=tmp_path / "log.txt", num_ranks=num_ranks, timeout=110)
     report = json.loads((tmp_path / "report.json").read_text())
 
     def above(name, *parts):
