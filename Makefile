@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # QUICK=1 gives the short form of the demo and of gpu-check.
 QUICK ?= 0
-# Which parts `make bench` measures: response, fused, overlap, link; all if empty.
+# Which parts `make bench` measures: response, fused, lean, overlap, link; all if empty.
 BENCH ?=
 # DEVICE=cpu runs the checks of gpu-check on the CPU.
 DEVICE ?=
@@ -26,7 +26,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 OR_NONE := || [ $$? -eq 5 ]
 DEMO_CONFIG := examples/smollm2/$(if $(filter 1,$(QUICK)),quick,distill).yaml
 
-.PHONY: help venv check test test-fast parity demo gpu-check bench format cases docs clean
+.PHONY: help venv check test test-fast test-extended parity demo gpu-check bench format cases docs clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -58,9 +58,12 @@ test: $(INSTALLED) ## The whole test suite
 test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 	$(PYTEST) $(PARALLEL) -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
 
-parity: $(INSTALLED) ## Every row of student modes, distillers and placements, and every example; docs/guide/conformance.md
-	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py tests/parity/test_placements.py \
-		tests/examples/test_placement.py tests/faults/test_teacher_memory.py $(PYTEST_ARGS)
+test-extended: $(INSTALLED) ## Every example, two nodes, gpu-check on the CPU, memory with one, two and four ranks
+	SILVERSPOON_PARITY=all $(PYTEST) tests/examples/test_placement.py tests/examples/test_gpu_check.py \
+		tests/parity/test_nodes.py tests/faults/test_teacher_memory.py $(PYTEST_ARGS)
+
+parity: $(INSTALLED) ## The whole table of student modes, distillers and placements, into docs/guide/conformance.md
+	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py tests/parity/test_placements.py $(PYTEST_ARGS)
 	@cat docs/guide/conformance.md
 
 demo: $(INSTALLED) ## Distil SmolLM2-135M into a third of its layers; QUICK=1 for the short form

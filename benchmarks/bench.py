@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.md"
-SCRIPTS = ("response", "fused", "overlap", "link")
+SCRIPTS = ("response", "fused", "lean", "overlap", "link")
 HEAD = """# Results
 
 Written by `make bench`; do not edit. Ratios between ways that were measured one after the other in each of several

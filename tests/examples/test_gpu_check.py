@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from parity.matrix_runs import WHOLE_TABLE
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu_check.py"
 
@@ -27,6 +29,7 @@ def started(*arguments, **options):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(240)
+@pytest.mark.skipif(not WHOLE_TABLE, reason="`make test-extended` runs it")
 def test_every_kind_of_check_runs_and_is_right_on_the_cpu():
     done = started("--device", "cpu", "--quick", timeout=230)
     assert done.returncode == 0, done.stdout + done.stderr

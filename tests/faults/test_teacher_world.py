@@ -8,11 +8,12 @@ import pytest
 
 from support.trainings import STARTED, training
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(240)]
 
 QUICKLY = 10  # seconds
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("strategy", "devices", "ranks"), [("pp", 1, 0), ("tp", 2, 2)])
 def test_a_killed_teacher_process_ends_every_rank_with_its_state(tmp_path, strategy, devices, ranks):
     with training(tmp_path, ranks, strategy=strategy, devices=devices, trouble="hang") as run:
@@ -26,6 +27,7 @@ def test_a_killed_teacher_process_ends_every_rank_with_its_state(tmp_path, strat
         )
 
 
+@pytest.mark.alone
 def test_a_killed_student_rank_leaves_no_teacher_process(tmp_path):
     """The first rank, whose children the teacher's processes are."""
     with training(tmp_path, 2, strategy="sharded", devices=2, trouble="hang", workers=2) as run:
@@ -56,6 +58,7 @@ def test_a_teacher_that_cannot_be_loaded_is_one_error_on_each_rank_before_traini
     assert "'loss'" not in run.output()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_ctrl_c_leaves_nothing(tmp_path, ranks):
     with training(tmp_path, ranks, strategy="sharded", devices=2, trouble="hang") as run:
@@ -69,7 +72,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, ranks):
 def test_a_teacher_that_hangs_is_reported_in_time(tmp_path):
     with training(tmp_path, trouble="hang", timeout=3.0) as run:
         run.hanging()
-        assert run.ends(3 + QUICKLY) == 1
+        assert run.ends(3 + STARTED) == 1
     assert re.match("TeacherError: The teacher did not answer within 3 s.*teacher_timeout", run.errors()[0])
 
 

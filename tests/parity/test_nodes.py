@@ -8,12 +8,18 @@ import pytest
 
 from parity import node_runs
 from parity.cases import MOVED
+from parity.matrix_runs import WHOLE_TABLE
 from parity.node_runs import NODES, PER_NODE, RUNS
 from parity.placement_runs import SLOTS, run_reference
 from parity.runs import identical, relative
 from support.ranks import marked, started
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not WHOLE_TABLE, reason="`make test-extended` runs it"),
+]
 
 RANKS = range(NODES * PER_NODE)
 
