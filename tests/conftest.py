@@ -33,8 +33,9 @@ _SLOW = (
     "simdev/",
     *(f"unit/training/test_{name}.py" for name in ("activation_checkpointing", "checkpoints", "economy", "evaluation")),
     *(f"unit/training/test_{name}.py" for name in ("lora", "positions_of_losses", "rates", "resume")),
-    "unit/training/test_wrapped_students.py",
-    "unit/teacher/test_hygiene.py",
+    *(f"unit/training/test_{name}.py" for name in ("alignment_kinds", "fused_losses", "wrapped_students")),
+    "unit/losses/test_logit_memory.py",
+    *(f"unit/teacher/test_{name}.py" for name in ("hygiene", "self_placed")),
 )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ class Training:
         log: what it prints.
         launcher: torchrun, or the only student process.
         mark: in the environment of all its processes.
+        temporary: their folder for temporary files.
         seen: numbers of all its processes that were seen.
     """
 
@@ -36,6 +38,7 @@ class Training:
     log: Path
     launcher: subprocess.Popen
     mark: str
+    temporary: Path
     seen: set[int] = field(default_factory=set)
 
     def alive(self) -> list[psutil.Process]:
@@ -112,15 +115,17 @@ class Training:
         """Return the files that it left in the temporary folder and in shared memory."""
         numbers = re.compile(rf"(?<!\d)({'|'.join(map(str, self.seen))})(?!\d)")
         shared = [name for name in os.listdir("/dev/shm") if numbers.search(name) or "silverspoon" in name]
-        files = [path.name for path in (self.folder / "tmp").iterdir()]
+        files = [path.name for path in self.temporary.iterdir()]
         return [*shared, *(name for name in files if not name.startswith("torchinductor_"))]  # torch's empty folder
 
 
 @contextmanager
 def training(folder: Path, ranks: int = 0, **options: Any) -> Iterator[Training]:
     """A training that is under way, on ``ranks`` ranks of torchrun or (0) without; ``options`` as in the script."""
-    (folder / "tmp").mkdir(parents=True)
-    variables = {"SILVERSPOON_CPU_SLOTS": "6", "TMPDIR": str(folder / "tmp")}
+    folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
-    with started(SCRIPT, [folder, json.dumps(options)], log=log, num_ranks=ranks, variables=variables) as running:
-        yield Training(folder, log, *running)
+    # Not inside the test's folder: the path of a socket in it may have 107 characters at most.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        variables = {"SILVERSPOON_CPU_SLOTS": "6", "TMPDIR": temporary}
+        with started(SCRIPT, [folder, json.dumps(options)], log=log, num_ranks=ranks, variables=variables) as running:
+            yield Training(folder, log, *running, Path(temporary))
