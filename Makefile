@@ -58,9 +58,9 @@ test: $(INSTALLED) ## The whole test suite
 test-fast: $(INSTALLED) ## Without the slow and the multi-process tests
 	$(PYTEST) $(PARALLEL) -m "not slow and not multiprocess" $(PYTEST_ARGS) $(OR_NONE)
 
-test-extended: $(INSTALLED) ## Every example, two nodes, gpu-check on the CPU, memory with one, two and four ranks
+test-extended: $(INSTALLED) ## Every example, two nodes, gpu-check on the CPU, every fault, memory with more ranks
 	SILVERSPOON_PARITY=all $(PYTEST) tests/examples/test_placement.py tests/examples/test_gpu_check.py \
-		tests/parity/test_nodes.py tests/faults/test_teacher_memory.py $(PYTEST_ARGS)
+		tests/parity/test_nodes.py tests/faults $(PYTEST_ARGS) -m multiprocess
 
 parity: $(INSTALLED) ## The whole table of student modes, distillers and placements, into docs/guide/conformance.md
 	SILVERSPOON_PARITY=all $(PYTEST) tests/parity/test_matrix.py tests/parity/test_placements.py $(PYTEST_ARGS)

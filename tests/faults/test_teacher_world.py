@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from parity.matrix_runs import WHOLE_TABLE
 from support.trainings import STARTED, training
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -14,7 +15,9 @@ QUICKLY = 10  # seconds
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("strategy", "devices", "ranks"), [("pp", 1, 0), ("tp", 2, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "ranks"), [("pp", 1, 0), ("tp", 2, 2), *([("sharded", 2, 2)] if WHOLE_TABLE else [])]
+)
 def test_a_killed_teacher_process_ends_every_rank_with_its_state(tmp_path, strategy, devices, ranks):
     with training(tmp_path, ranks, strategy=strategy, devices=devices, trouble="hang") as run:
         victim = run.hanging()
@@ -28,19 +31,22 @@ def test_a_killed_teacher_process_ends_every_rank_with_its_state(tmp_path, strat
 
 
 @pytest.mark.alone
-def test_a_killed_student_rank_leaves_no_teacher_process(tmp_path):
-    """The first rank, whose children the teacher's processes are."""
+@pytest.mark.parametrize("rank", [0, 1] if WHOLE_TABLE else [0])  # the teacher's processes are the first's children
+def test_a_killed_student_rank_leaves_no_teacher_process(tmp_path, rank):
     with training(tmp_path, 2, strategy="sharded", devices=2, trouble="hang", workers=2) as run:
         run.hanging()
         assert len(run.teachers()) == 2
-        run.student(0).kill()
+        run.student(rank).kill()
         assert run.ends(QUICKLY) != 0
 
 
-def test_an_error_in_the_teachers_forward_arrives_as_itself(tmp_path):
-    with training(tmp_path, 2, strategy="sharded", devices=2, trouble="raise") as run:
+@pytest.mark.parametrize(
+    ("strategy", "devices", "ranks"), [("sharded", 2, 2), *([("pp", 1, 0), ("pp", 1, 2)] if WHOLE_TABLE else [])]
+)
+def test_an_error_in_the_teachers_forward_arrives_as_itself(tmp_path, strategy, devices, ranks):
+    with training(tmp_path, ranks, strategy=strategy, devices=devices, trouble="raise") as run:
         assert run.ends(STARTED) == 1
-    for rank in range(2):
+    for rank in range(max(ranks, 1)):
         run.told(
             rank,
             r"LookupError: the teacher does not know this word \(In the teacher's forward; its batch was "
@@ -69,10 +75,11 @@ def test_ctrl_c_leaves_nothing(tmp_path, ranks):
         assert ranks or run.leftovers() == []
 
 
+@pytest.mark.alone
 def test_a_teacher_that_hangs_is_reported_in_time(tmp_path):
     with training(tmp_path, trouble="hang", timeout=3.0) as run:
         run.hanging()
-        assert run.ends(3 + STARTED) == 1
+        assert run.ends(3 + QUICKLY) == 1
     assert re.match("TeacherError: The teacher did not answer within 3 s.*teacher_timeout", run.errors()[0])
 
 

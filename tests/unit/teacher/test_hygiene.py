@@ -366,11 +366,12 @@ def test_c_09_no_cache_and_only_the_selected_output(tmp_path, build) -> None:
 def test_c_10_the_teacher_gets_no_column_it_does_not_know(tmp_path) -> None:
     teacher, student = llama(0, layers=2, hidden=16), bert(1)
     rows = text_rows(token_type_ids=lambda row: torch.zeros_like(row["input_ids"]))
-    distiller = make("response", tmp_path, student=student, teacher=teacher, given={"train_dataset": rows})
+    options = {"alpha": 0.5, "fused_losses": False}  # whose student gets the labels too
+    distiller = make("response", tmp_path, student=student, teacher=teacher, given={"train_dataset": rows}, **options)
     calls, own = watch(teacher), watch(student)
     distiller.train()
     assert [call["kwargs"].keys() for call in calls] == [{"input_ids", "attention_mask", "use_cache"}] * 4
-    assert own and all("token_type_ids" in call["kwargs"] for call in own)
+    assert all({"token_type_ids", "labels"} <= call["kwargs"].keys() for call in own)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
