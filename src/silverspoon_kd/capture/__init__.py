@@ -3,7 +3,7 @@
 from silverspoon_kd.capture.inputs import LABEL_KEYS, InputView
 from silverspoon_kd.capture.names import base_of, clean_name, find_module, is_peft_model, named_modules
 from silverspoon_kd.capture.selectors import Selector, select, select_logits
-from silverspoon_kd.capture.session import Capture, Tap, Trace
+from silverspoon_kd.capture.session import Capture, Tap, Trace, forward_replaced
 from silverspoon_kd.capture.units import keeps_to_itself, wrap_units
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "base_of",
     "clean_name",
     "find_module",
+    "forward_replaced",
     "is_peft_model",
     "keeps_to_itself",
     "named_modules",

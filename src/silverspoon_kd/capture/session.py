@@ -1,8 +1,9 @@
 """Hooks on one model for one forward: what to record, what to replace, and where to stop."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -26,11 +27,19 @@ class Tap:
 
 @dataclass
 class Trace:
-    """What the first forward showed: how often each tapped module runs, and which module runs once all are done."""
+    """What is known of a model's forward.
+
+    Attributes:
+        calls: how often each tapped module runs.
+        stop_before: which module runs once all are done.
+        learned: a first forward has shown both.
+        skipped: layers whose hidden states nobody uses, with what they give out after them (None: nothing else).
+    """
 
     calls: dict[str, int] = field(default_factory=dict)
     stop_before: str | None = None
     learned: bool = False
+    skipped: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
 
 
 class _StopForwardError(Exception):
@@ -52,6 +61,7 @@ class Capture:
             compute on instead; no gradient leaves such a module through anything else that it takes in.
         on_value: told of each recorded activation as soon as it is final (from the second forward on, when it is known
             how often its module runs).
+        stand_in: makes what a skipped layer gives out, of the hidden states it takes in.
     """
 
     def __init__(
@@ -61,8 +71,9 @@ class Capture:
         trace: Trace,
         substitute: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         on_value: Callable[[Tap, Tensor], None] | None = None,
+        stand_in: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
-        self._on_value = on_value
+        self._on_value, self._stand_in = on_value, stand_in
         self.values: dict[Tap, Tensor] = {}
         self._model, self._taps, self._trace = model, [tap for tap in taps if tap.module], trace
         self._root_taps = [tap for tap in taps if not tap.module]
@@ -102,6 +113,8 @@ class Capture:
             stack.callback(self._end)
             self._hook_taps(stack, may_stop)
             order = self._watch(stack) if not self._trace.learned else []
+            if may_stop:
+                self._skip(stack)
             if may_stop and self._trace.stop_before is not None and not self._root_taps:
                 self._hook_stop(stack, self._trace.stop_before)
             self._recording = True
@@ -112,6 +125,16 @@ class Capture:
 
     def _end(self) -> None:
         self._recording = False
+
+    def _skip(self, stack: ExitStack) -> None:
+        for name, others in self._trace.skipped.items():
+            forward = partial(self._pass_on, name, others)
+            stack.enter_context(forward_replaced(find_module(self._model, name), forward))
+
+    def _pass_on(self, name: str, others: tuple[Any, ...] | None, *args: Any, **kwargs: Any) -> Any:
+        _, _, hidden = hidden_argument(args, kwargs, name)
+        passed = self._stand_in(hidden)
+        return passed if others is None else (passed, *others)
 
     def _hook_taps(self, stack: ExitStack, may_stop: bool) -> None:
         by_module: dict[str, list[Tap]] = {}
@@ -137,7 +160,7 @@ class Capture:
             if not self._recording:
                 return
             for tap in taps:
-                _, _, self.values[tap] = _hidden_argument(args, kwargs, tap.module)
+                _, _, self.values[tap] = hidden_argument(args, kwargs, tap.module)
             self._tell(taps, self._counts.get(taps[0].module, 0) + 1)
             if ends and self._complete(but=taps[0].module):
                 raise _StopForwardError
@@ -214,6 +237,19 @@ class Capture:
             )
 
 
+@contextmanager
+def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let ``forward`` be the module's while the block runs; hooks of wrappers still run around it."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
@@ -225,7 +261,7 @@ def _is_checkpointed_layer(module: nn.Module) -> bool:
     return flagged and not any(isinstance(child, nn.ModuleList) for child in module.children())
 
 
-def _hidden_argument(args: tuple, kwargs: dict, name: str) -> tuple[tuple, dict, Tensor]:
+def hidden_argument(args: tuple, kwargs: dict, name: str) -> tuple[tuple, dict, Tensor]:
     """Return the arguments with the hidden states taken out, and the hidden states: the first tensor a block gets."""
     if args and isinstance(args[0], Tensor):
         return args[1:], kwargs, args[0]
@@ -238,7 +274,7 @@ def _hidden_argument(args: tuple, kwargs: dict, name: str) -> tuple[tuple, dict,
 
 def _substitution(replace: Callable[[Tensor], Tensor], name: str) -> Callable[..., tuple[tuple, dict]]:
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        _, _, hidden = _hidden_argument(args, kwargs, name)
+        _, _, hidden = hidden_argument(args, kwargs, name)
         new = replace(hidden)
 
         def given(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Losses on logits in the place of the student's head, so that nobody makes the logits of a whole batch."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from silverspoon_kd.alignment import Alignment
-from silverspoon_kd.capture import Tap, find_module
+from silverspoon_kd.capture import Tap, find_module, forward_replaced
 from silverspoon_kd.capture.head_form import HeadForm
 from silverspoon_kd.errors import LossError
 from silverspoon_kd.losses import OutputHead, TaskLabels, fused_divergence, fused_task_and_divergence
@@ -101,18 +101,10 @@ class FusedStep:
         self.has_task = task is not None
         self._terms: list[Term] = []
 
-    @contextmanager
-    def in_place(self, student: nn.Module) -> Iterator[None]:
-        """Put this in the place of the head's forward while the block runs; hooks of wrappers still run around it."""
+    def in_place(self, student: nn.Module) -> AbstractContextManager[None]:
+        """Put this in the place of the head's forward while the block runs."""
         head: Any = find_module(student, self._heads.student.module)
-        before = vars(head).get("forward")
-        head.forward = partial(self._forward, head, head.forward)
-        try:
-            yield
-        finally:
-            del head.forward
-            if before is not None:
-                head.forward = before
+        return forward_replaced(head, partial(self._forward, head, head.forward))
 
     def terms(self, values: Mapping[Tap, Tensor]) -> tuple[Term, Term | None, Tensor | None]:
         """Return the divergence, the task and the whole loss, from the recorded student values.

@@ -113,4 +113,6 @@ def _zero_unless(finite: Tensor, gradients: list[Tensor]) -> None:
     for gradient in map(_local, gradients):
         if gradient.device not in broken:
             broken[gradient.device] = ~finite.to(gradient.device)
-        gradient.masked_fill_(broken[gradient.device], 0.0)
+        # On the CPU there is nothing to wait for, and a pass over all gradients to save.
+        if gradient.device.type != "cpu" or broken[gradient.device]:
+            gradient.masked_fill_(broken[gradient.device], 0.0)

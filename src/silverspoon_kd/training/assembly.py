@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from silverspoon_kd.alignment import Alignment
 from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of, find_module
 from silverspoon_kd.capture.probe import example_inputs, probe
+from silverspoon_kd.capture.skipped import find_skipped
 from silverspoon_kd.errors import AlignmentError, ConfigurationError, DataError
 from silverspoon_kd.objectives import Objective
 from silverspoon_kd.objectives.terms import student_output, teacher_input, teacher_output
@@ -58,7 +59,10 @@ def assemble(
         DataError: there is nothing to find the shapes with.
     """
     trace, seen = Trace(), dict[str, Tensor]()
-    (values, outputs), parameters = _probe_student(student, objective, trace, example, options, seen)
+    inputs = probe_inputs(student, example, "student", with_labels=options.alpha > 0)
+    (values, outputs), parameters = _probe_student(student, objective, trace, inputs, options, seen)
+    if options.alpha == 0:
+        trace.skipped = find_skipped(student, _cut_blocks(objective), objective.student_taps, trace, inputs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         projectors = [
@@ -198,12 +202,12 @@ def _probe_student(
     student: nn.Module,
     objective: Objective,
     trace: Trace,
-    example: Mapping[str, Any] | None,
+    inputs: Mapping[str, Any],
     options: StepOptions,
     seen: dict[str, Tensor],
 ) -> tuple[tuple[dict[Tap, Tensor], list[Tensor]], dict[str, Tensor]]:
     """Return the student's values, all outputs that the task loss can depend on, and the parameters behind them."""
-    cut = [each.student_module_name for each in objective.alignments] if objective.kind == "blockwise" else []
+    cut = _cut_blocks(objective)
 
     def cutting(name: str) -> Callable[[Tensor], Tensor]:
         def replace(hidden: Tensor) -> Tensor:
@@ -219,7 +223,12 @@ def _probe_student(
             handle.remove()
         return capture.values, list(tensors_in(output)) if options.alpha > 0 else []
 
-    return probe(student, probe_inputs(student, example, "student", with_labels=options.alpha > 0), call)
+    return probe(student, inputs, call)
+
+
+def _cut_blocks(objective: Objective) -> list[str]:
+    """Return the student's modules that get their input from the teacher."""
+    return [each.student_module_name for each in objective.alignments] if objective.kind == "blockwise" else []
 
 
 def _projectors(

@@ -166,10 +166,14 @@ class _Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_the_host_never_reads_a_value():
+def test_the_host_never_reads_a_value_of_a_device():
     groups = [_group("a", [1.0, math.nan]), _group("b", [9.0]), _group("b", [2.0], projector=True)]
+    for group in groups:  # on a device without values to read
+        group["params"] = [nn.Parameter(parameter.detach().to("meta")) for parameter in group["params"]]
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
     with _Operators() as seen:
         clip_gradients(groups, {"a": 1.0, "b": 1.0}, clip_projectors=False)
     assert "_foreach_norm" in seen.names
-    assert "_foreach_mul_" in seen.names
+    assert {"_foreach_mul_", "masked_fill_"} <= seen.names
     assert not seen.names & {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_to_copy"}

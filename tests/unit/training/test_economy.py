@@ -1,5 +1,6 @@
 """Work that nobody needs is not done, and nothing of a past step is kept."""
 
+import copy
 import gc
 from collections import Counter
 
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from support.by_hand import blockwise_loss, descend
 from support.distil import KINDS, make
-from support.tiny import Rows, qwen3
+from support.tiny import Rows, collate, distance, qwen3, weights
 
 STEPS = 3
 
@@ -55,6 +57,50 @@ def test_only_the_student_goes_on_for_its_own_loss(tmp_path, kind: str) -> None:
     teacher, student = run(tmp_path, kind, r"model\.layers\.[01]", alpha=0.5)
     for name in later_than(1):
         assert teacher[name] == 0 and student[name] == STEPS
+
+
+BETWEEN = ["model.layers.0.mlp", "model.layers.2.mlp"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
+def test_student_layers_between_the_blocks_do_not_run(tmp_path, changes: dict) -> None:
+    teacher, student = run(tmp_path, "blockwise", r"model\.layers\.[13]", **changes)
+    for name in BETWEEN:
+        assert teacher[name] == STEPS and student[name] == 0
+
+
+def test_student_layers_between_the_blocks_run_for_its_own_loss(tmp_path) -> None:
+    _, student = run(tmp_path, "blockwise", r"model\.layers\.[13]", alpha=0.5)
+    assert all(student[name] == STEPS for name in BETWEEN)
+
+
+def test_blocks_with_layers_between_them_learn_as_by_hand(tmp_path) -> None:
+    teacher, student = (each.double() for each in pair())
+    by_hand, names = copy.deepcopy(student), ["model.layers.1", "model.layers.3"]
+    data = [Rows(4)[index] for index in range(4)]
+    distiller = make(
+        "blockwise",
+        tmp_path,
+        student=student,
+        teacher=teacher,
+        modules=r"model\.layers\.[13]",
+        given={"train_dataset": data},
+        max_steps=STEPS,
+    )
+    first = [copy.deepcopy(each) for each in distiller.root.projectors]
+    distiller.train()
+    batch = collate(data)
+    inputs, valid = {name: batch[name] for name in ("input_ids", "attention_mask")}, batch["attention_mask"].bool()
+    projectors = {name: each.output for name, each in zip(names, first, strict=True)}
+    entering = {name: each.input for name, each in zip(names, first, strict=True)}
+    descend(
+        [by_hand.train(), *projectors.values(), *entering.values()],
+        lambda: blockwise_loss(by_hand, teacher, names, inputs, lambda _: valid, projectors, entering),
+        rate=0.1,
+        steps=STEPS,
+    )
+    assert distance(weights(student), weights(by_hand)) < 1e-7
+    assert distance(weights(student), weights(pair()[1])) > 1e-4
 
 
 def test_each_model_runs_once_a_step_for_logits(tmp_path) -> None:
