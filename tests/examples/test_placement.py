@@ -12,14 +12,16 @@ import pytest
 from parity.matrix_runs import WHOLE_TABLE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "distributed"
+THREE = "three_student_ranks.py"
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-def run_example(name: str, folder: Path) -> list[float]:
-    """Start an example on two ranks, with four CPU slots, and return the losses it printed."""
+def run_example(name: str, folder: Path, ranks: int = 2) -> list[float]:
+    """Start an example on its ranks, with four CPU slots, and return the losses it printed."""
     words = ast.get_docstring(ast.parse((FOLDER / name).read_text())).split(": ")[1].split()
-    assert words == ["torchrun", "--nproc_per_node=2", name]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", words[1], str(FOLDER / name)]
+    assert words == ["torchrun", "--nproc_per_node=3" if name == THREE else "--nproc_per_node=2", name]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*start, str(FOLDER / name)]
     environment = {**os.environ, "SILVERSPOON_CPU_SLOTS": "4", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, f"{done.stderr[:6000]}\n...\n{done.stderr[-1000:]}"
@@ -32,11 +34,19 @@ def replicated(tmp_path_factory):
 
 
 SOME = ["dedicated_tp.py", "full_example.py"]
-ALL = [*SOME, "sharded.py", "dedicated_pp.py", "dedicated_sharded.py", "student_fsdp.py", "student_deepspeed.py"]
+ALL = [
+    *SOME,
+    "sharded.py",
+    "dedicated_pp.py",
+    "dedicated_sharded.py",
+    "overlap.py",
+    "student_fsdp.py",
+    "student_deepspeed.py",
+]
 
 
 def test_every_example_is_among_them():
-    assert {path.name for path in FOLDER.glob("*.py")} == {"your_data.py", "replicated.py", *ALL}
+    assert {path.name for path in FOLDER.glob("*.py")} == {"your_data.py", "replicated.py", THREE, *ALL}
 
 
 @pytest.mark.parametrize("name", ALL if WHOLE_TABLE else SOME)
@@ -44,3 +54,10 @@ def test_placements_give_the_same_losses(name, replicated, tmp_path):
     assert len(replicated) == 4
     assert run_example(name, tmp_path) == pytest.approx(replicated, rel=1e-3)
     assert not list(Path("/dev/shm").glob("*silverspoon*"))
+
+
+@pytest.mark.skipif(not WHOLE_TABLE, reason="make test-extended runs it")
+def test_three_student_ranks_give_the_losses_of_three_with_copies(tmp_path):
+    wanted = run_example("replicated.py", tmp_path, ranks=3)
+    assert len(wanted) == 4
+    assert run_example(THREE, tmp_path, ranks=3) == pytest.approx(wanted, rel=1e-3)

@@ -22,8 +22,9 @@ def find_skipped(
 ) -> dict[str, tuple[Any, ...] | None]:
     """Return which layers need not run if each of ``blocks`` gets its hidden states from elsewhere.
 
-    They are neighbours of the blocks in a list of layers, without running statistics. Whether anything uses them all the same is tried: what they
-    give out is put on the meta device, where no other tensor can meet it, and what is recorded must not end up there.
+    They are neighbours of the blocks in a list of layers, without running statistics. Whether anything uses what they
+    give out is tried: it is put on the meta device, where no other tensor can meet it, and what is recorded must not
+    end up there.
 
     Args:
         model: left as it is.
@@ -65,7 +66,9 @@ def _neighbours(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
         if isinstance(layers, nn.ModuleList):
             names = [f"{parent}.{index}" for index in range(len(layers))]
             last = max((index for index, name in enumerate(names) if name in holds), default=0)
-            yield from (n for n, layer in zip(names[:last], layers) if n not in holds and not _keeps_statistics(layer))
+            for name, layer in zip(names[:last], layers, strict=False):
+                if name not in holds and not _keeps_statistics(layer):
+                    yield name
 
 
 def _keeps_statistics(layer: nn.Module) -> bool:
