@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # QUICK=1 gives the short form of the demo and of gpu-check.
 QUICK ?= 0
-# Which parts `make bench` measures: response, fused, lean, overlap, link; all if empty.
+# Which parts `make bench` measures: response, fused, lean, overlap, link, growth, gkd; all if empty.
 BENCH ?=
 # DEVICE=cpu runs the checks of gpu-check on the CPU.
 DEVICE ?=

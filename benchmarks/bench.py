@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.md"
-SCRIPTS = ("response", "fused", "lean", "overlap", "link")
+SCRIPTS = ("response", "fused", "lean", "overlap", "link", "growth", "gkd")
 HEAD = """# Results
 
 Written by `make bench`; do not edit. Ratios between ways that were measured one after the other in each of several
@@ -33,7 +33,7 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(SCRIPTS)}.")
     sections = _sections()
     for name in names:
-        sections[name] = f"{_circumstances()}\n\n```text\n{_run(name)}\n```"
+        sections[name] = f"{_circumstances()}\n\n```text\n{_run(name)}\n```{_plots(name)}"
         ordered = [f"## {each}\n\n{sections[each]}" for each in SCRIPTS if each in sections]
         RESULTS.write_text("\n\n".join([HEAD.strip(), *ordered]) + "\n")
 
@@ -56,6 +56,10 @@ def _run(name: str) -> str:
     if process.returncode:
         sys.exit(f"benchmarks/{name}.py ended with {process.returncode}; nothing of it was written down.")
     return f"$ python benchmarks/{name}.py\n{''.join(lines).strip()}"
+
+
+def _plots(name: str) -> str:
+    return "".join(f"\n\n![{plot.stem}]({name}/{plot.name})" for plot in sorted((HERE / name).glob("*.png")))
 
 
 def _circumstances() -> str:

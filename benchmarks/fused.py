@@ -1,13 +1,16 @@
 """What a loss on logits costs when it never makes them: ``python benchmarks/fused.py``.
 
 The final hidden states of a student (256) and a teacher (512) and their two heads give a divergence and its gradients
-by the student's hidden states and head. Three ways: ``fused`` forms the gradient chunk by chunk, ``dense`` makes all
-logits and takes the loss of the same name, ``autograd`` makes all logits and writes the formula in plain torch. One
-process compares values and gradients of all three first. Then every way runs in a process of its own on one thread, one
-after the other in each of several rounds; the figures are medians over the rounds.
+by the student's hidden states and head. ``fused`` forms the gradient chunk by chunk, ``dense`` makes all logits and
+takes the loss of the same name. Where trl is installed (``pip install 'silverspoon-kd[bench]'``), two ways are from
+there: the loss of its GKDTrainer on all logits, and its divergence from hidden states in tiles. One process compares
+values and gradients of all ways first. Then every way runs in a process of its own on one thread, one after the other
+in each of several rounds; the figures are medians over the rounds.
 """
 
 import argparse
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -16,57 +19,61 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).resolve()
 sys.path.insert(0, str(_HERE.parent.parent / "src"))
 
-WAYS = ("fused", "dense", "autograd")
-LOSSES = {"kl_divergence": {}, "reverse_kl": {}, "jsd": {"beta": 0.5}}
-TOKENS, STUDENT_WIDTH, TEACHER_WIDTH, TIMED = 1024, 256, 512, 2
+WAYS = ("fused", "dense", "TRL GKD", "TRL chunked") if importlib.util.find_spec("trl") else ("fused", "dense")
+LOSSES = {"kl_divergence": {}, "jsd": {"beta": 0.5}}
+# What trl calls them.
+BETAS = {"kl_divergence": 0.0, "jsd": 0.5}
+TOKENS, STUDENT_WIDTH, TEACHER_WIDTH, TIMED = 1024, 256, 512, 1
 
 
 def main() -> None:
     """Run all rounds and print the table, or (with --way) one run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--vocabulary", type=int, default=65536)
-    parser.add_argument("--loss", choices=LOSSES, nargs="+", default=["kl_divergence", "jsd"])
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[65536, 151936])
+    parser.add_argument("--loss", choices=LOSSES, nargs="+", default=list(LOSSES))
     parser.add_argument("--chunk-mib", type=int, default=0, help="0 for the default")
     parser.add_argument("--way", choices=[*WAYS, "check"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way == "check":
-        _check(options.loss[0], options.vocabulary, options.chunk_mib)
+        _check(options.loss[0], options.vocabulary[0], options.chunk_mib)
     elif options.way:
-        print(json.dumps(_measure(options.way, options.loss[0], options.vocabulary, options.chunk_mib)))
+        print(json.dumps(_measure(options.way, options.loss[0], options.vocabulary[0], options.chunk_mib)))
     else:
-        for loss in options.loss:
-            _compare(loss, options)
+        for vocabulary, loss in itertools.product(options.vocabulary, options.loss):
+            _compare(loss, vocabulary, options)
 
 
-def _compare(loss: str, options: argparse.Namespace) -> None:
+def _compare(loss: str, vocabulary: int, options: argparse.Namespace) -> None:
     def start(way: str) -> str:
         command = [sys.executable, str(_HERE), "--way", way, "--loss", loss]
-        command += ["--vocabulary", str(options.vocabulary), "--chunk-mib", str(options.chunk_mib)]
+        command += ["--vocabulary", str(vocabulary), "--chunk-mib", str(options.chunk_mib)]
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True).stdout
 
-    print(f"\n{loss}, {TOKENS} tokens, vocabulary {options.vocabulary}, float32: {start('check').strip()}")
+    print(f"\n{loss}, {TOKENS} tokens, vocabulary {vocabulary}, float32: {start('check').strip()}")
     found: dict[str, list[dict]] = {way: [] for way in WAYS}
     for _ in range(options.rounds):
         for way in WAYS:
             found[way].append(json.loads(start(way).splitlines()[-1]))
     median = {way: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for way, runs in found.items()}
-    print(f"{'way':<10}{'CPU s':>8}{'peak MiB':>10}{'fused / way, CPU':>18}{'fused / way, memory':>21}")
+    print(f"{'way':<12}{'CPU s':>8}{'peak MiB':>10}{'fused / way, CPU':>18}{'fused / way, memory':>21}")
     for way, row in median.items():
         cpu, memory = median["fused"]["cpu"] / row["cpu"], median["fused"]["peak"] / row["peak"]
-        print(f"{way:<10}{row['cpu']:>8.2f}{row['peak']:>10.0f}{cpu:>18.2f}{memory:>21.2f}")
+        print(f"{way:<12}{row['cpu']:>8.2f}{row['peak']:>10.0f}{cpu:>18.2f}{memory:>21.2f}", flush=True)
 
 
 def _measure(way: str, loss: str, vocabulary: int, chunk_mib: int) -> dict[str, float]:
     """Return CPU seconds of one forward and backward, and MiB of memory above what the inputs and torch take."""
-    step = _step(loss, vocabulary, chunk_mib)[way]
+    step = _steps([way], loss, vocabulary, chunk_mib)[way]
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     seconds = []
     for _ in range(1 + TIMED):
@@ -78,17 +85,17 @@ def _measure(way: str, loss: str, vocabulary: int, chunk_mib: int) -> dict[str, 
 
 
 def _check(loss: str, vocabulary: int, chunk_mib: int) -> None:
-    ways = _step(loss, vocabulary, chunk_mib)
+    ways = _steps(WAYS, loss, vocabulary, chunk_mib)
     fused = ways["fused"]()
     worst = 0.0
-    for way in ("dense", "autograd"):
+    for way in WAYS[1:]:
         for ours, theirs in zip(fused, ways[way](), strict=True):
             worst = max(worst, ((ours - theirs).norm() / theirs.norm()).item())
     assert worst <= 1e-5, f"the ways differ in their numbers by {worst:.1e}"
     print(f"values and gradients agree to {worst:.0e}")
 
 
-def _step(loss_name: str, vocabulary: int, chunk_mib: int) -> dict[str, Callable[[], tuple]]:
+def _steps(ways: Sequence[str], loss_name: str, vocabulary: int, chunk_mib: int) -> dict[str, Callable[[], tuple]]:
     import torch
 
     from silverspoon_kd.losses import OutputHead, fused_divergence, get_loss_function
@@ -108,30 +115,28 @@ def _step(loss_name: str, vocabulary: int, chunk_mib: int) -> dict[str, Callable
         total = value()
         return total.detach(), *torch.autograd.grad(total, (hidden, weight))
 
-    def autograd() -> torch.Tensor:
-        return _formula(loss_name, hidden @ weight.T, teacher @ teacher_weight.T)
+    values = {
+        "fused": lambda: fused_divergence(loss, hidden, heads[0], teacher, heads[1], **limit).total,
+        "dense": lambda: loss.sum_and_count(hidden @ weight.T, teacher @ teacher_weight.T).total,
+    }
+    if any(way.startswith("TRL") for way in ways):
+        values |= _trl(BETAS[loss_name], (hidden, weight), (teacher, teacher_weight))
+    return {way: partial(step, values[way]) for way in ways}
+
+
+def _trl(beta: float, student: tuple, teacher: tuple) -> dict[str, Callable[[], Any]]:
+    from trl.experimental.gkd import GKDTrainer
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    def logits(hidden, weight):
+        return hidden @ weight.T
 
     return {
-        "fused": lambda: step(lambda: fused_divergence(loss, hidden, heads[0], teacher, heads[1], **limit).total),
-        "dense": lambda: step(lambda: loss.sum_and_count(hidden @ weight.T, teacher @ teacher_weight.T).total),
-        "autograd": lambda: step(autograd),
+        "TRL GKD": lambda: GKDTrainer.generalized_jsd_loss(
+            logits(*student), logits(*teacher), beta=beta, reduction="sum"
+        ),
+        "TRL chunked": lambda: ChunkedDivergenceFunction.apply(*student, None, *teacher, None, beta)[0].sum(),
     }
-
-
-def _formula(loss: str, student, teacher):
-    """The divergence as trainers write it: log-softmax on both sides and torch's kl_div."""
-    import torch
-    from torch.nn.functional import kl_div
-
-    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
-    if loss == "kl_divergence":
-        return kl_div(log_q, log_p, reduction="sum", log_target=True)
-    if loss == "reverse_kl":
-        return kl_div(log_p, log_q, reduction="sum", log_target=True)
-    beta = LOSSES[loss]["beta"]
-    log_m = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
-    teacher_part, student_part = (kl_div(log_m, side, reduction="sum", log_target=True) for side in (log_p, log_q))
-    return beta * teacher_part + (1 - beta) * student_part
 
 
 if __name__ == "__main__":

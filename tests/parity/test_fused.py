@@ -39,7 +39,11 @@ def agree(found, expected, rel):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_numbers_are_those_of_the_dense_way(mode, name, ranks):
     found, dense = (ranks[0][mode, name, way] for way in ("fused", "dense"))
-    assert found["way"] == FUSED and dense["way"] == "whole (fused_losses=False)"
+    assert dense["way"] == "whole (fused_losses=False)"
+    if (mode, name) == ("zero3", "adapters"):  # which gathers the weights of each module when that runs
+        assert found["way"] == "whole (student: the output head is a Linear and not an ordinary nn.Linear)"
+    else:
+        assert found["way"] == FUSED
     exact = 5e-3 if "bf16" in name else 1e-5 if mode == "zero3" else 1e-6
     agree(found, dense, exact)
     assert found["metrics"] == pytest.approx(dense["metrics"], rel=2 * exact)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from silverspoon_kd import Alignment
-from silverspoon_kd.capture import Capture, Tap, Trace, select_logits
+from silverspoon_kd.capture import Capture, Tap, Trace, base_of, select_logits
 from silverspoon_kd.objectives.positions import Positions
 from silverspoon_kd.objectives.terms import alignment_term
 from silverspoon_kd.teacher.world.spec import WorldSpec
@@ -34,6 +34,14 @@ def uneven_qwen3() -> nn.Module:
     return model
 
 
+def with_adapters() -> nn.Module:
+    """Qwen3 with LoRA that changes what it gives out."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    return get_peft_model(qwen3(3), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+
 MODELS = {
     "qwen3": lambda: qwen3(3),
     "llama": lambda: llama(3),
@@ -42,6 +50,7 @@ MODELS = {
     "five-layers": lambda: qwen3(3, layers=5),
     "seven-layers": lambda: llama(3, layers=7),
     "uneven-layers": uneven_qwen3,
+    "adapters": with_adapters,
 }
 
 
@@ -54,7 +63,8 @@ def spec_of(devices: tuple[int, ...]) -> WorldSpec:
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The decoder layers by name."""
-    found = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    modules = base_of(model).named_modules()
+    found = next((name, module) for name, module in modules if isinstance(module, nn.ModuleList))
     return {f"{found[0]}.{index}": layer for index, layer in enumerate(found[1])}
 
 

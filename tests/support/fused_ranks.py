@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from support.distil import make, training_logs
@@ -15,10 +16,11 @@ from support.tiny import Rows, qwen3
 ZERO3 = {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}}
 MODES: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"fsdp": "full_shard"}, "zero3": ZERO3}
 TIED = {"tie_word_embeddings": True, "vocab": 80}  # and padded
-# Name -> the student's config, the training arguments.
+# Name -> the student's config and where it has adapters, the training arguments.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied": (TIED, {"gradient_accumulation_steps": 2}),
     "tied-task": (TIED, {"alpha": 0.4, "gradient_accumulation_steps": 2}),
+    "adapters": ({"adapters": ["q_proj", "lm_head"]}, {}),
     "bf16-task": ({}, {"alpha": 0.4, "bf16": True}),
 }
 WAYS = {"fused": None, "dense": False}
@@ -38,10 +40,16 @@ def build(name: str, folder: Path, ranks: int, **changes: Any) -> Any:
         **training,
         **changes,
     }
+    config = dict(config)
+    targets = config.pop("adapters", None)
     models = {
         "teacher": qwen3(0, layers=2, initializer_range=0.1),
         "student": qwen3(1, layers=2, hidden=16, initializer_range=0.1, **config),
     }
+    if targets:
+        models["student"] = get_peft_model(
+            models["student"], LoraConfig(target_modules=targets, init_lora_weights=False)
+        )
     given = {"eval_dataset": Rows(7, seed=3), "compute_metrics": _mean_logit}
     return make("response", folder, given=given, **models, **values)
 

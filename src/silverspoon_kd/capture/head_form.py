@@ -22,7 +22,7 @@ class HeadForm:
     """``logits = cap(scale * head(hidden))`` with ``cap(z) = soft_cap * tanh(z / soft_cap)``, and nothing else.
 
     Attributes:
-        module: clean name of the head, an ordinary ``nn.Linear``.
+        module: clean name of the head, an ordinary ``nn.Linear`` or one with LoRA.
         scale: factor of the head's output.
         soft_cap: bound of the logits; None for none.
         plain_loss: the model's own loss is the cross entropy of these logits; False where that was not asked.
@@ -39,7 +39,9 @@ class HeadForm:
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
 
-def head_form(model: nn.Module, inputs: Mapping[str, Any], *, shifts_labels: bool | None = None) -> HeadForm | str:
+def head_form(
+    model: nn.Module, inputs: Mapping[str, Any], *, shifts_labels: bool | None = None, adapters: bool = False
+) -> HeadForm | str:
     """Return the form of a model's head, or in a few words why its logits cannot be made from its head alone.
 
     The forward runs twice on a tiny batch: on fake tensors, and then with random numbers in place of what everything
@@ -50,9 +52,10 @@ def head_form(model: nn.Module, inputs: Mapping[str, Any], *, shifts_labels: boo
         model: left as it is.
         inputs: a tiny batch as its forward takes it.
         shifts_labels: given, the model's own loss is looked at too: whether its labels are shifted by one.
+        adapters: the head may have LoRA without dropout, which is a matrix of its own added to the head's.
     """
     base = base_of(model)
-    head = _plain_head(base)
+    head = _usable_head(base, adapters)
     if isinstance(head, str):
         return head
     name = next((name for name, module in named_modules(model) if module is head), None)
@@ -77,20 +80,47 @@ def head_form(model: nn.Module, inputs: Mapping[str, Any], *, shifts_labels: boo
     return HeadForm(form.module, form.scale, form.soft_cap, plain)
 
 
-def _plain_head(base: Any) -> nn.Linear | str:
+def head_tensors(head: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the matrix ``[vocabulary, hidden]`` and the bias of a head that has a form, with its adapters added."""
+    if not hasattr(head, "get_base_layer"):
+        return head.weight, head.bias
+    linear = head.get_base_layer()
+    weight = linear.weight
+    for adapter in [] if head.disable_adapters else head.active_adapters:
+        if adapter in head.lora_A:
+            weight = weight + head.get_delta_weight(adapter)
+    return weight, linear.bias
+
+
+def _usable_head(base: Any, adapters: bool) -> Any:
+    """Return the head, or why it has no form."""
     try:
         head = base.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         head = None
     if head is None:
         return "there is no output head (get_output_embeddings)"
-    if type(head) is not nn.Linear:
+    linear = head.get_base_layer() if adapters and hasattr(head, "get_delta_weight") else head
+    if type(linear) is not nn.Linear:
         return f"the output head is a {type(head).__name__} and not an ordinary nn.Linear"
-    if "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
+    if any("forward" in vars(each) or each._forward_hooks or each._forward_pre_hooks for each in (head, linear)):
         return "the output head has hooks"
-    if head.weight.is_meta or not head.weight.is_floating_point():
+    if linear.weight.is_meta or not linear.weight.is_floating_point():
         return "the output head has no matrix of numbers in memory"
+    if linear is not head and not _adds_a_matrix(head):
+        return "the output head has adapters that do more than add a matrix, such as dropout"
     return head
+
+
+@torch.no_grad()
+def _adds_a_matrix(head: Any) -> bool:
+    # DoRA and other variants add a matrix at first, but not once they are trained.
+    variants = getattr(head, "lora_variant", None)
+    if variants or any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules()):
+        return False
+    weight, bias = head_tensors(head)
+    hidden = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    return _equal(functional.linear(hidden, weight, bias), head(hidden))
 
 
 def _recorded(base: nn.Module, head: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[nn.Module, Any], Tensor]:

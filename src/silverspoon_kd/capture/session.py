@@ -32,12 +32,14 @@ class Trace:
     Attributes:
         calls: how often each tapped module runs.
         stop_before: which module runs once all are done.
-        learned: a first forward has shown both.
+        changed: what is recorded and then changed in place by a later module, so that a copy has to be taken.
+        learned: a first forward has shown these.
         skipped: layers whose hidden states nobody uses, with what they give out after them (None: nothing else).
     """
 
     calls: dict[str, int] = field(default_factory=dict)
     stop_before: str | None = None
+    changed: set[Tap] = field(default_factory=set)
     learned: bool = False
     skipped: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
 
@@ -79,6 +81,7 @@ class Capture:
         self._root_taps = [tap for tap in taps if not tap.module]
         self._substitute = substitute or {}
         self._counts: dict[str, int] = {}
+        self._versions: dict[Tap, int] = {}
         self._recording = False
 
     def run(self, call: Callable[[], Any], *, may_stop: bool) -> tuple[Any, list[RemovableHandle]]:
@@ -160,7 +163,8 @@ class Capture:
             if not self._recording:
                 return
             for tap in taps:
-                _, _, self.values[tap] = hidden_argument(args, kwargs, tap.module)
+                _, _, hidden = hidden_argument(args, kwargs, tap.module)
+                self._keep(tap, hidden)
             self._tell(taps, self._counts.get(taps[0].module, 0) + 1)
             if ends and self._complete(but=taps[0].module):
                 raise _StopForwardError
@@ -174,10 +178,15 @@ class Capture:
             self._counts[name] = self._counts.get(name, 0) + 1
             for tap in taps:
                 if tap.side == "output":
-                    self.values[tap] = select(output, tap.selector, f"module {name!r}")
+                    self._keep(tap, select(output, tap.selector, f"module {name!r}"))
             self._tell([tap for tap in taps if tap.side == "output"], self._counts[name])
 
         return hook
+
+    def _keep(self, tap: Tap, value: Tensor) -> None:
+        self.values[tap] = value.clone() if tap in self._trace.changed else value
+        if not self._trace.learned:
+            self._versions[tap] = value._version
 
     def _tell(self, taps: Sequence[Tap], call: int) -> None:
         if self._on_value is None or not self._trace.learned:
@@ -226,6 +235,7 @@ class Capture:
         self._trace.calls = dict(self._counts)
         # A module that started before the last tapped one ended is its parent: only those after it can be left out.
         self._trace.stop_before = after[0] if after and total else None
+        self._trace.changed = {tap for tap, version in self._versions.items() if self.values[tap]._version != version}
         self._trace.learned = True
 
     def _check_complete(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from silverspoon_kd.alignment import Alignment
 from silverspoon_kd.capture import Tap, find_module, forward_replaced
-from silverspoon_kd.capture.head_form import HeadForm
+from silverspoon_kd.capture.head_form import HeadForm, head_tensors
 from silverspoon_kd.errors import LossError
 from silverspoon_kd.losses import OutputHead, TaskLabels, fused_divergence, fused_task_and_divergence
 from silverspoon_kd.objectives.positions import Positions
@@ -118,12 +118,12 @@ class FusedStep:
         total = values[self._heads.student_tap].sum()
         return (term, task[0], total) if task else (replace(term, total=total), None, None)
 
-    def _forward(self, head: nn.Linear, own_forward: Any, hidden: Tensor) -> Tensor:
+    def _forward(self, head: nn.Module, own_forward: Any, hidden: Tensor) -> Tensor:
         form, teacher_head = self._heads.student, self._heads.teacher_head
         assert teacher_head is not None, "heads are bound when the teacher is placed"
         teacher = self._signals.take(self._heads.teacher_tap).to(hidden.device)
         # Read here, where wrappers have gathered it.
-        student_head = OutputHead(head.weight, head.bias, form.scale, form.soft_cap)
+        student_head = OutputHead(*head_tensors(head), form.scale, form.soft_cap)
         try:
             total = self._total(hidden, student_head, teacher, teacher_head)
         except LossError as error:

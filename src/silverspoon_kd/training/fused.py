@@ -27,7 +27,8 @@ def student_form(
     args: TrainingArguments,
     example: Mapping[str, Any] | None,
     *,
-    keeps_head: bool,
+    student_mode: str,
+    own_base: bool,
 ) -> HeadForm | str:
     """Return the form of the student's head if the losses can do without logits on its side, else why they cannot.
 
@@ -37,7 +38,8 @@ def student_form(
         options: of the step.
         args: of the run.
         example: a tiny batch as the student gets it, used where the model's config says too little.
-        keeps_head: the teacher has a whole head beside the student's.
+        student_mode: how the student is distributed.
+        own_base: the teacher is the student's own base model.
 
     Raises:
         DataError: there is nothing to try the student with.
@@ -52,10 +54,12 @@ def student_form(
     with_task = options.alpha > 0
     if with_task and (options.magnitude_aware or options.label_smoothing > 0):
         return "alpha > 0 with magnitude_aware_weighting or label smoothing"
-    if not keeps_head:
+    if own_base and student_mode in ("fsdp", "deepspeed-3"):
         return "the teacher is the student's own base model, whose head is shared out over the ranks"
     shifts = conventions_of(student).shifts_labels if with_task else None
-    found = head_form(student, probe_inputs(student, example, "student"), shifts_labels=shifts)
+    # ZeRO-3 gathers the weights of each module when it runs, and parts of the head would not.
+    adapters = student_mode != "deepspeed-3"
+    found = head_form(student, probe_inputs(student, example, "student"), shifts_labels=shifts, adapters=adapters)
     if not isinstance(found, HeadForm):
         return f"student: {found}"
     if with_task and not found.plain_loss:

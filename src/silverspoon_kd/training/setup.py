@@ -151,10 +151,14 @@ def set_up(request: Request) -> Setup:
 def _student_form(
     request: Request, teacher: nn.Module | None, plan: Plan, example: Mapping[str, Any] | None
 ) -> HeadForm | str:
-    own_base = teacher is not None and shares_base(request.student, teacher)
-    keeps_head = not (own_base and plan.student_mode in ("fsdp", "deepspeed-3"))
     return student_form(
-        request.student, request.objective, request.options, request.args, example, keeps_head=keeps_head
+        request.student,
+        request.objective,
+        request.options,
+        request.args,
+        example,
+        student_mode=plan.student_mode,
+        own_base=teacher is not None and shares_base(request.student, teacher),
     )
 
 

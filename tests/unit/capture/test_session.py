@@ -148,7 +148,7 @@ def test_the_forward_ends_after_the_last_tapped_module() -> None:
     calls = ran(model)
     _, whole, _ = run(model, taps, trace)
     assert whole is not None and "lm_head" in calls  # the first forward finds out where to stop
-    assert trace == Trace({"model.layers.0": 1, "model.layers.1": 1}, "model.layers.2", True)
+    assert trace == Trace({"model.layers.0": 1, "model.layers.1": 1}, "model.layers.2", learned=True)
     calls.clear()
     values, output, _ = run(model, taps, trace)
     assert output is None
@@ -281,3 +281,36 @@ def test_a_substitution_cuts_the_gradient_where_it_detaches() -> None:
     [handle.remove() for handle in kept]
     moved = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert moved and all(name.startswith("model.layers.1.") for name in moved)
+
+
+# --- changed in place ------------------------------------------------------------------------------------------------
+
+
+class InPlace(nn.Module):
+    """As in a ResNet: what the inner layer gives out, and what the outer one takes in, is changed afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        added = hidden.add_(x)
+        return self.outer(added.relu_()).add_(1)
+
+
+def test_what_is_changed_in_place_afterwards_is_copied() -> None:
+    model, x, trace = InPlace(), torch.randn(3, 4), Trace()
+    taps = [Tap("inner"), Tap("outer"), Tap("outer", "input")]
+    with torch.no_grad():
+        Capture(model, taps, trace).run(lambda: model(x), may_stop=False)
+        assert trace.changed == {Tap("inner"), Tap("outer")}
+        told: dict[Tap, torch.Tensor] = {}
+        capture = Capture(model, taps, trace, on_value=lambda tap, value: told.update({tap: value}))
+        capture.run(lambda: model(x), may_stop=False)
+        wanted = model.inner(x)
+        torch.testing.assert_close(capture.values[taps[0]], wanted)
+        torch.testing.assert_close(capture.values[taps[2]], (wanted + x).relu())
+        torch.testing.assert_close(capture.values[taps[1]], model.outer((wanted + x).relu()))
+        assert all(told[tap] is capture.values[tap] for tap in taps)

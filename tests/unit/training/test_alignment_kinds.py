@@ -278,3 +278,37 @@ def test_a_projector_of_the_users_own_is_trained_and_described(tmp_path) -> None
     rows = json.loads((tmp_path / "checkpoint-4" / "distillation.json").read_text())["alignments"]
     assert rows[0]["output_projector"] == {"kind": "linear", "in": 12, "out": 16, "bias": True}
     assert rows[1]["output_projector"] == {"kind": "custom", "class": "Sequential"}
+
+
+# --- modules whose output is changed in place ------------------------------------------------------------------------
+
+
+def outputs_by_hook(model: nn.Module, names: list[str], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the modules gave out, copied before the model adds to it."""
+    found: dict[str, Tensor] = {}
+    modules = dict(model.named_modules())
+    handles = [
+        modules[name].register_forward_hook(lambda *given, name=name: found.update({name: given[2].clone()}))
+        for name in names
+    ]
+    model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_outputs_that_a_resnet_adds_to_in_place_are_compared_as_they_were(tmp_path) -> None:
+    teacher, student = ARCHITECTURES["resnet"].pair()
+    by_hand, inputs = copy.deepcopy(student), {"pixel_values": ARCHITECTURES["resnet"].batch()["pixel_values"]}
+    alignments = create_alignments(teacher, student, r"resnet\.encoder\.stages\.\d+\.layers\.\d+\.layer")
+    names = [alignment.student_module_name for alignment in alignments]
+    rows = ARCHITECTURES["resnet"].rows()
+    args = arguments(tmp_path, max_steps=1)
+    distiller = HolisticDistiller(teacher, alignments, student_model=student, train_dataset=rows, args=args)
+    distiller.train()
+    with torch.no_grad():
+        wanted = outputs_by_hook(teacher, names, inputs)
+        given = outputs_by_hook(by_hand.train(), names, inputs)
+    log = training_logs(distiller)[0]
+    for name in names:
+        assert log[f"loss/{name}"] == pytest.approx(float(mean_square(given[name], wanted[name], None)), rel=1e-6)

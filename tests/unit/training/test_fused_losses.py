@@ -292,24 +292,33 @@ def test_only_none_true_and_false_are_choices(tmp_path):
         arguments(tmp_path, fused_losses="yes")
 
 
-def lora(targets):
+def lora(targets, **changes):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
     base = qwen3(2, layers=2, **WIDE)
-    return base, get_peft_model(base, LoraConfig(target_modules=targets, init_lora_weights=False))
+    return base, get_peft_model(base, LoraConfig(target_modules=targets, init_lora_weights=False, **changes))
 
 
-def test_adapters_below_the_head_are_trained_without_logits(tmp_path):
-    same(tmp_path, lambda: (qwen3(1, **WIDE), lora(["q_proj", "v_proj"])[1]))
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "lm_head"], ["lm_head"]], ids=str)
+def test_adapters_are_trained_without_logits(tmp_path, targets):
+    same(tmp_path, lambda: (qwen3(1, **WIDE), lora(targets)[1]))
 
 
-def test_adapters_on_the_head_keep_the_logits(tmp_path):
-    distiller = build(tmp_path, (qwen3(1, **WIDE), lora(["q_proj", "lm_head"])[1]))
-    assert distiller.plan.logits == "whole (student: the output head is a Linear and not an ordinary nn.Linear)"
+@pytest.mark.parametrize("changes", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+def test_adapters_that_add_no_matrix_to_the_head_keep_the_logits(tmp_path, changes):
+    distiller = build(tmp_path, (qwen3(1, **WIDE), lora(["q_proj", "lm_head"], **changes)[1]))
+    reason = "the output head has adapters that do more than add a matrix, such as dropout"
+    assert distiller.plan.logits == f"whole (student: {reason})"
     before = weights(distiller.root)
     distiller.train()
     assert distance(weights(distiller.root), before) > 1e-3
+
+
+def test_an_own_base_with_adapters_on_the_head_keeps_the_logits(tmp_path):
+    distiller = build(tmp_path, lora(["q_proj", "lm_head"]))
+    assert distiller.plan.logits.startswith("whole (teacher: the output head is a Linear and not an ordinary")
+    distiller.train()
 
 
 def test_the_own_base_as_the_teacher_is_used_without_logits(tmp_path):

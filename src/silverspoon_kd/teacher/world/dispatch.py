@@ -16,7 +16,8 @@ from silverspoon_kd.tree import map_tensors
 
 def dispatch(teacher: nn.Module, devices: Sequence[str]) -> nn.Module:
     """Spread a model's blocks over ``devices``, in order, balanced by size."""
-    teacher = dispatch_model(teacher, device_map=pipeline_map(teacher, devices), main_device=devices[0])
+    # The names of the map are those of the model under an adapter's wrapper, which only calls it.
+    dispatch_model(base_of(teacher), device_map=pipeline_map(teacher, devices), main_device=devices[0])
     move_once(teacher)
     return teacher
 
@@ -29,12 +30,12 @@ def move_once(teacher: nn.Module) -> None:
     then the first device can begin with the next micro-batch only when the last has finished this one.
     """
     base, copies = base_of(teacher), Copies()
-    for name in getattr(teacher, "hf_device_map", {}):
+    for name in getattr(base, "hf_device_map", {}):
         module = _find(base, name)
         hook = getattr(module, "_hf_hook", None)
         if module is not None and isinstance(hook, AlignDevicesHook) and hook.execution_device is not None:
             module._hf_hook = SequentialHook(_MoveOnce(copies, hook.execution_device), hook)
-    hook = getattr(teacher, "_hf_hook", None)
+    hook = getattr(base, "_hf_hook", None)
     for each in getattr(hook, "hooks", [hook]):
         if isinstance(each, AlignDevicesHook):
             each.io_same_device = False
