@@ -21,6 +21,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied": (TIED, {"gradient_accumulation_steps": 2}),
     "tied-task": (TIED, {"alpha": 0.4, "gradient_accumulation_steps": 2}),
     "adapters": ({"adapters": ["q_proj", "lm_head"]}, {}),
+    "aligned-task": ({}, {"alpha": 0.4, "gradient_accumulation_steps": 2}),
     "bf16-task": ({}, {"alpha": 0.4, "bf16": True}),
 }
 WAYS = {"fused": None, "dense": False}
@@ -51,7 +52,12 @@ def build(name: str, folder: Path, ranks: int, **changes: Any) -> Any:
             models["student"], LoraConfig(target_modules=targets, init_lora_weights=False)
         )
     given = {"eval_dataset": Rows(7, seed=3), "compute_metrics": _mean_logit}
-    return make("response", folder, given=given, **models, **values)
+    if not name.startswith("aligned"):
+        return make("response", folder, given=given, **models, **values)
+    alignment = {"lm_head": {"loss_function": "kl_divergence"}}
+    return make(
+        "holistic", folder, given=given, modules=r"lm_head|model\.layers\.0", alignment=alignment, **models, **values
+    )
 
 
 def outcome(distiller: Any) -> dict[str, Any]:

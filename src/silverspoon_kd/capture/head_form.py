@@ -58,7 +58,7 @@ def head_form(
     head = _usable_head(base, adapters)
     if isinstance(head, str):
         return head
-    name = next((name for name, module in named_modules(model) if module is head), None)
+    name = _name_of(model, head)
     if name is None:
         return "the output head is no module of the model"
     try:
@@ -80,6 +80,12 @@ def head_form(
     return HeadForm(form.module, form.scale, form.soft_cap, plain)
 
 
+def head_name(model: nn.Module) -> str | None:
+    """Return the clean name of a model's output head, None if it has none."""
+    head = _output_embeddings(base_of(model))
+    return None if head is None else _name_of(model, head)
+
+
 def head_tensors(head: Any) -> tuple[Tensor, Tensor | None]:
     """Return the matrix ``[vocabulary, hidden]`` and the bias of a head that has a form, with its adapters added."""
     if not hasattr(head, "get_base_layer"):
@@ -94,10 +100,7 @@ def head_tensors(head: Any) -> tuple[Tensor, Tensor | None]:
 
 def _usable_head(base: Any, adapters: bool) -> Any:
     """Return the head, or why it has no form."""
-    try:
-        head = base.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        head = None
+    head = _output_embeddings(base)
     if head is None:
         return "there is no output head (get_output_embeddings)"
     linear = head.get_base_layer() if adapters and hasattr(head, "get_delta_weight") else head
@@ -110,6 +113,17 @@ def _usable_head(base: Any, adapters: bool) -> Any:
     if linear is not head and not _adds_a_matrix(head):
         return "the output head has adapters that do more than add a matrix, such as dropout"
     return head
+
+
+def _output_embeddings(base: Any) -> Any:
+    try:
+        return base.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str | None:
+    return next((name for name, each in named_modules(model) if each is module), None)
 
 
 @torch.no_grad()

@@ -42,6 +42,10 @@ class FusedHeads:
         """The hidden states that the teacher's head takes in."""
         return Tap(self.teacher.module, "input")
 
+    def of_modules(self) -> "FusedHeads":
+        """Return the same for what the two modules give out, before the models scale and cap it."""
+        return replace(self, student=HeadForm(self.student.module), teacher=HeadForm(self.teacher.module))
+
     def with_teacher(self, weight: Tensor, bias: Tensor | None) -> "FusedHeads":
         """Return the same with the teacher's matrix ``[vocabulary, hidden]`` and bias, on the student's device."""
         return replace(self, teacher_head=OutputHead(weight, bias, self.teacher.scale, self.teacher.soft_cap))
@@ -106,17 +110,17 @@ class FusedStep:
         head: Any = find_module(student, self._heads.student.module)
         return forward_replaced(head, partial(self._forward, head, head.forward))
 
-    def terms(self, values: Mapping[Tap, Tensor]) -> tuple[Term, Term | None, Tensor | None]:
-        """Return the divergence, the task and the whole loss, from the recorded student values.
+    def terms(self, values: Mapping[Tap, Tensor]) -> tuple[list[Term], Term | None, Tensor | None]:
+        """Return the divergence, the task and the loss of both, from the recorded student values.
 
-        With a task the gradient enters by the whole loss, which is None otherwise and where logits are kept.
+        With a task the gradient enters by that loss, which is None otherwise and where logits are kept.
         """
         assert self._terms, "the student's head runs in every forward"
         (term, *task), self._terms = self._terms, []
         if self.keeps_logits:
-            return term, next(iter(task), None), None
+            return [term], next(iter(task), None), None
         total = values[self._heads.student_tap].sum()
-        return (term, task[0], total) if task else (replace(term, total=total), None, None)
+        return ([term], task[0], total) if task else ([replace(term, total=total)], None, None)
 
     def _forward(self, head: nn.Module, own_forward: Any, hidden: Tensor) -> Tensor:
         form, teacher_head = self._heads.student, self._heads.teacher_head

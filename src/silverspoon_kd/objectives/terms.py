@@ -1,6 +1,6 @@
 """One loss term of a batch: a sum, the unit it is counted in, and its weight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +70,7 @@ def feature_terms(
     names: Sequence[str],
     values: Mapping[Tap, Tensor],
     signals: TeacherSignals,
-    projectors: nn.ModuleList,
+    projectors: Iterable[nn.Module],
     positions: Positions,
 ) -> list[Term]:
     """Return the terms of all alignments from what both models gave out."""

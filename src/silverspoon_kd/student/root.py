@@ -123,17 +123,13 @@ class StudentRoot(nn.Module):
             output, self._kept = capture.run(lambda: self.student(**inputs), may_stop=not (with_task or own_output))
         if self.before_backward is not None:
             self.before_backward(capture.values)
-        whole: Tensor | None = None
-        if step is None:
-            terms = self.objective.terms(capture.values, signals, self.projectors, positions)
-            task = self._task(output, batch, positions) if with_task else None
-        else:
-            term, task, whole = step.terms(capture.values)
-            terms = [term]
-        loss, parts = combine(
-            terms, task, counts, alpha=self.options.alpha, magnitude_aware=self.options.magnitude_aware
-        )
-        loss = loss if whole is None else whole
+        of_head, task, whole = ([], None, None) if step is None else step.terms(capture.values)
+        terms = self.objective.terms(capture.values, signals, self.projectors, positions)
+        if with_task:
+            task = self._task(output, batch, positions)
+        loss, parts = self._combine([*terms, *of_head], task, counts)
+        if whole is not None:  # where gradients enter that of the head
+            loss = whole + self._combine(terms, None, counts)[0] if terms else whole
         result: dict[str, Any] = {"loss": loss, "parts": parts}
         if not torch.is_grad_enabled():
             self.release()
@@ -187,6 +183,9 @@ class StudentRoot(nn.Module):
         if self.conventions.shifts_labels:
             labels = functional.pad(labels[..., 1:], (0, 1), value=-100)
         return FusedTask(labels, self.options.alpha, counts)
+
+    def _combine(self, terms: list[Term], task: Term | None, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+        return combine(terms, task, counts, alpha=self.options.alpha, magnitude_aware=self.options.magnitude_aware)
 
     def _task(self, output: Any, batch: Mapping[str, Any], positions: Any) -> Term:
         return task_term(

@@ -39,7 +39,7 @@ def start_world(
     timeouts: tuple[float, float],
     micro_batches: int | None = None,
     wants_head: bool = False,
-    without_logits: bool = False,
+    without_logits: str | None = None,
 ) -> World:
     """Start this node's teacher world, or join it.
 

@@ -49,7 +49,12 @@ class TeacherFacts:
 
 
 def facts_of(
-    teacher: nn.Module, taps: Sequence[Tap], trace: Trace, inputs: Mapping[str, Any], *, without_logits: bool = False
+    teacher: nn.Module,
+    taps: Sequence[Tap],
+    trace: Trace,
+    inputs: Mapping[str, Any],
+    *,
+    without_logits: str | None = None,
 ) -> TeacherFacts:
     """Find the facts by one forward on fake tensors.
 
@@ -58,9 +63,12 @@ def facts_of(
         taps: activations that will be taken.
         trace: filled in.
         inputs: a tiny batch as the teacher's forward takes it.
-        without_logits: where logits can be made of what the head takes in, that is taken and not ``taps``.
+        without_logits: a module whose output is logits ("" for the model): where they can be made of what the head
+            takes in, that is taken instead.
     """
-    form = head_form(teacher, inputs) if without_logits else None
+    form = None if without_logits is None else head_form(teacher, inputs)
+    if isinstance(form, HeadForm) and without_logits not in ("", form.module):
+        form = f"{without_logits!r} is not its output head"
     taps = taps_in_effect(taps, form)
 
     def call(forward: Callable[[], Any]) -> dict[Tap, Tensor]:
@@ -85,8 +93,11 @@ def facts_of(
 
 
 def taps_in_effect(taps: Sequence[Tap], form: HeadForm | str | None) -> list[Tap]:
-    """Return what is taken of a teacher that was asked for ``taps``, or for what its head takes in if that will do."""
-    return [Tap(form.module, "input")] if isinstance(form, HeadForm) else list(taps)
+    """Return what is taken of a teacher that was asked for ``taps``: what its head takes in in place of logits."""
+    if not isinstance(form, HeadForm):
+        return list(taps)
+    logits = ("", form.module)
+    return [Tap(form.module, "input") if tap.side == "output" and tap.module in logits else tap for tap in taps]
 
 
 def divides_by_rows(teacher: nn.Module, facts: TeacherFacts, inputs: Mapping[str, Any]) -> bool:

@@ -150,7 +150,7 @@ class TeacherBesideStudent(PreparedTeacher):
         overlap: bool,
         prepare: Callable[[Any], Mapping[str, Any]] | None,
         autocast: torch.dtype | None,
-        without_logits: bool = False,
+        without_logits: str | None = None,
     ) -> None:
         self._own_base = shares_base(student, teacher)
         if self._own_base and sharded:

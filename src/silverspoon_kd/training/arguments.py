@@ -26,8 +26,8 @@ class TrainingArguments(transformers.TrainingArguments):
         teacher_micro_batches: into how many parts a dedicated "pp" teacher cuts a batch, so that its devices work at
             the same time; None: as many as it has devices, on CPU slots one.
         alpha: share of the student's own task loss, 0..1: ``(1 - alpha) * distillation + alpha * task``.
-        fused_losses: response-based only: compute KL, reverse KL and JSD from hidden states and output heads, without
-            the logits of a whole batch; None: where that is possible; True: fail where it is not.
+        fused_losses: compute KL, reverse KL and JSD of logits from hidden states and output heads, without the logits
+            of a whole batch; None: where that is possible; True: fail where it is not.
         magnitude_aware_weighting: divide each term by its detached magnitude before its weight.
         backward_per_block: blockwise only: keep the activations of one block at a time (activation checkpointing).
         clip_projectors: projector gradients count for, and take part in, clipping.

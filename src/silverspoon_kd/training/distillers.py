@@ -109,7 +109,7 @@ class ResponseBasedDistiller(DistillationTrainer):
         super().__init__(
             student_model=load_model(student_model, "student"),
             teacher_model=teacher_model,
-            objective=ResponseObjective(logits_alignment(soft_loss_fn or "kl_divergence", soft_loss_fn_kwargs)),
+            objective=ResponseObjective([logits_alignment(soft_loss_fn or "kl_divergence", soft_loss_fn_kwargs)]),
             **kwargs,
         )
 

@@ -7,17 +7,43 @@ from typing import Any
 import torch
 from torch import nn
 
-from silverspoon_kd.capture.head_form import HeadForm, head_form
+from silverspoon_kd.alignment import Alignment
+from silverspoon_kd.capture.head_form import HeadForm, head_form, head_name
 from silverspoon_kd.distributed.plan import Plan
 from silverspoon_kd.errors import ConfigurationError
 from silverspoon_kd.losses.divergences import JensenShannon, KLDivergence, ReverseKL
-from silverspoon_kd.objectives import FusedHeads, Objective, ResponseObjective, conventions_of
+from silverspoon_kd.objectives import FusedHeads, HolisticObjective, Objective, ResponseObjective, conventions_of
 from silverspoon_kd.student import StepOptions
 from silverspoon_kd.teacher import TeacherFacts
 from silverspoon_kd.training.arguments import TrainingArguments
 from silverspoon_kd.training.assembly import probe_inputs
 
 FUSED = "without logits, from hidden states and heads"
+
+
+def alignment_of_logits(objective: Objective, student: nn.Module) -> Alignment | str | None:
+    """Return the alignment of both models' logits; why its loss needs them whole; None where nobody learns from logits.
+
+    Args:
+        objective: as it was asked for.
+        student: the student.
+    """
+    if isinstance(objective, ResponseObjective):
+        return objective.alignments[0]
+    head = head_name(student)
+    found = [each for each in objective.alignments if head is not None and each.student_module_name == head]
+    if not found:
+        return None
+    alignment = found[0]
+    if not isinstance(objective, HolisticObjective):
+        return f"{objective.kind} learns from what modules take in"
+    modules = [each.teacher_module_name for each in objective.alignments]
+    if len(found) > 1 or modules.count(alignment.teacher_module_name) > 1:
+        return "there are several losses on the output of a head"
+    selectors = alignment.student_output_selector, alignment.teacher_output_selector
+    if alignment.output_projector is not None or not all(each in (None, 0) for each in selectors):
+        return "a projector or a selector changes the logits"
+    return alignment
 
 
 def student_form(
@@ -29,8 +55,8 @@ def student_form(
     *,
     student_mode: str,
     own_base: bool,
-) -> HeadForm | str:
-    """Return the form of the student's head if the losses can do without logits on its side, else why they cannot.
+) -> HeadForm | str | None:
+    """Return the form of the student's head if a loss on logits can do without them on its side, else why it cannot.
 
     Args:
         student: the student.
@@ -41,14 +67,18 @@ def student_form(
         student_mode: how the student is distributed.
         own_base: the teacher is the student's own base model.
 
+    Returns:
+        The form, the reason, or None where nobody learns from logits.
+
     Raises:
         DataError: there is nothing to try the student with.
     """
-    if not isinstance(objective, ResponseObjective):
-        return f"{objective.kind} learns from the outputs of modules"
+    alignment = alignment_of_logits(objective, student)
+    if not isinstance(alignment, Alignment):
+        return alignment
     if args.fused_losses is False:
         return "fused_losses=False"
-    loss: Any = objective.alignments[0].loss
+    loss: Any = alignment.loss
     if not isinstance(loss, (KLDivergence, ReverseKL, JensenShannon)):
         return f"{loss.name} is not kl_divergence, reverse_kl or jsd"
     with_task = options.alpha > 0
@@ -64,11 +94,13 @@ def student_form(
         return f"student: {found}"
     if with_task and not found.plain_loss:
         return "alpha > 0: the student's own loss is not the cross entropy of its logits"
+    if with_task and alignment.student_module_name and (found.scale != 1 or found.soft_cap is not None):
+        return "alpha > 0: the aligned head's output is scaled or capped before the student's own loss"
     return found
 
 
 def settle(
-    objective: Objective, student: HeadForm | str, facts: TeacherFacts, plan: Plan, args: TrainingArguments
+    objective: Objective, student: HeadForm | str | None, facts: TeacherFacts, plan: Plan, args: TrainingArguments
 ) -> tuple[Objective, Plan]:
     """Return the objective and the plan as they will run.
 
@@ -83,19 +115,22 @@ def settle(
         ConfigurationError: ``fused_losses=True`` cannot be.
     """
     teacher = facts.head_form
-    if isinstance(objective, ResponseObjective) and isinstance(student, HeadForm) and isinstance(teacher, HeadForm):
-        return ResponseObjective(objective.alignments[0], FusedHeads(student, teacher)), replace(plan, logits=FUSED)
-    reason = student if isinstance(student, str) else f"teacher: {teacher}"
+    if isinstance(objective, HolisticObjective) and isinstance(student, HeadForm) and isinstance(teacher, HeadForm):
+        heads = FusedHeads(student, teacher)
+        aligned = not isinstance(objective, ResponseObjective)
+        return objective.with_heads(heads.of_modules() if aligned else heads), replace(plan, logits=FUSED)
+    reason = f"teacher: {teacher}" if isinstance(student, HeadForm) else student
     if args.fused_losses:
         raise ConfigurationError(
-            f"fused_losses=True cannot be: {reason}. Leave fused_losses out to have the losses computed from logits."
+            f"fused_losses=True cannot be: {reason or 'no loss is on logits'}. Leave fused_losses out to have the "
+            "losses computed from what the modules give out."
         )
-    return objective, replace(plan, logits=f"whole ({reason})") if objective.kind == "response_based" else plan
+    return objective, plan if reason is None else replace(plan, logits=f"whole ({reason})")
 
 
 def bind_teacher_head(objective: Objective, facts: TeacherFacts, device: torch.device) -> None:
     """Give the teacher's head, on the student's device, to an objective that computes its losses from heads."""
-    if not isinstance(objective, ResponseObjective) or objective.heads is None:
+    if objective.heads is None:
         return
     assert facts.head is not None, "a head whose form is known is there"
     tensors = (facts.head.weight, facts.head.bias)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from silverspoon_kd.alignment import Alignment
 from silverspoon_kd.capture import InputView, base_of
 from silverspoon_kd.capture.head_form import HeadForm
 from silverspoon_kd.distributed import TeacherPlacement
@@ -40,7 +41,7 @@ from silverspoon_kd.training.assembly import (
 )
 from silverspoon_kd.training.columns import Prepare, checked_examples, example_batch, label_columns, used_columns
 from silverspoon_kd.training.deepspeed import check_alignments, gather_for_good, made_whole
-from silverspoon_kd.training.fused import bind_teacher_head, settle, student_form
+from silverspoon_kd.training.fused import alignment_of_logits, bind_teacher_head, settle, student_form
 from silverspoon_kd.training.memory import plan_with_memory, rows_of_a_batch, tell
 from silverspoon_kd.training.run_arguments import autocast_dtype, run_plan
 from silverspoon_kd.training.vocabulary import check_tokenizers, check_vocabularies
@@ -116,11 +117,11 @@ def set_up(request: Request) -> Setup:
     columns = used_columns(request.student, _columns_of(teacher), labels) if known else None
     examples = _examples(request, teacher, columns)
     form = _student_form(request, teacher, plan, examples[0])
-    fuses = isinstance(form, HeadForm)
+    logits = _teachers_logits(request, form)
     if dedicated:
-        prepared = _dedicated(request, examples[1], fuses)
+        prepared = _dedicated(request, examples[1], logits)
     else:
-        prepared = _beside_the_student(request, teacher, examples[1], fuses, overlap=plan.overlap)
+        prepared = _beside_the_student(request, teacher, examples[1], logits, overlap=plan.overlap)
     try:
         objective, plan = settle(request.objective, form, prepared.facts, plan, args)
         if request.prepare_teacher is None:
@@ -150,7 +151,7 @@ def set_up(request: Request) -> Setup:
 
 def _student_form(
     request: Request, teacher: nn.Module | None, plan: Plan, example: Mapping[str, Any] | None
-) -> HeadForm | str:
+) -> HeadForm | str | None:
     return student_form(
         request.student,
         request.objective,
@@ -160,6 +161,12 @@ def _student_form(
         student_mode=plan.student_mode,
         own_base=teacher is not None and shares_base(request.student, teacher),
     )
+
+
+def _teachers_logits(request: Request, form: HeadForm | str | None) -> str | None:
+    """Return the teacher's module whose output are logits that the student can do without, None if it cannot."""
+    alignment = alignment_of_logits(request.objective, request.student)
+    return alignment.teacher_module_name if isinstance(form, HeadForm) and isinstance(alignment, Alignment) else None
 
 
 def _columns_of(teacher: nn.Module | None) -> list[str] | None:
@@ -202,7 +209,7 @@ def _examples(
 
 
 def _beside_the_student(
-    request: Request, teacher: nn.Module | None, example: Mapping[str, Any] | None, fuses: bool, *, overlap: bool
+    request: Request, teacher: nn.Module | None, example: Mapping[str, Any] | None, logits: str | None, *, overlap: bool
 ) -> PreparedTeacher:
     assert teacher is not None, "a teacher beside the student is loaded by this process"
     return TeacherBesideStudent(
@@ -217,7 +224,7 @@ def _beside_the_student(
         overlap=overlap,
         prepare=request.prepare_teacher,
         autocast=autocast_dtype(request.args),
-        without_logits=fuses,
+        without_logits=logits,
     )
 
 
@@ -225,7 +232,7 @@ def _rows(request: Request) -> int:
     return rows_of_a_batch(request.args, request.train_dataset, request.eval_dataset)
 
 
-def _dedicated(request: Request, example: Mapping[str, Any] | None, fuses: bool) -> PreparedTeacher:
+def _dedicated(request: Request, example: Mapping[str, Any] | None, logits: str | None) -> PreparedTeacher:
     args, taps = request.args, request.objective.teacher_taps
     if isinstance(request.teacher, nn.Module) and shares_base(request.student, request.teacher):
         raise PlacementError(
@@ -243,7 +250,7 @@ def _dedicated(request: Request, example: Mapping[str, Any] | None, fuses: bool)
         timeouts=(args.teacher_timeout, args.teacher_load_timeout),
         micro_batches=args.teacher_micro_batches,
         wants_head=need_heads(request.objective.alignments),
-        without_logits=fuses,
+        without_logits=logits,
     )
     module = request.teacher if isinstance(request.teacher, nn.Module) else None
     return DedicatedTeacher(world, taps, prepare=request.prepare_teacher, device=args.device, module=module)

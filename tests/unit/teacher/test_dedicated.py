@@ -88,6 +88,24 @@ def test_the_head_of_a_teacher_given_by_its_folder(placement, tmp_path):
     check_equal(*found)
 
 
+@pytest.mark.parametrize("by_folder", [False, True], ids=["module", "folder"])
+def test_an_aligned_head_and_a_layer_without_logits(by_folder, placement, tmp_path):
+    teacher, found = llama(0, initializer_range=0.1), []
+    teacher.save_pretrained(tmp_path / "teacher")
+    for wish, fused in [(None, False), (placement, True)]:
+        source = str(tmp_path / "teacher") if wish is not None and by_folder else teacher
+        student = llama(1, hidden=16, initializer_range=0.1)
+        alignments = create_alignments(teacher, student, "lm_head", "kl_divergence", output_selector_index=0)
+        alignments = create_alignments(teacher, student, r"model\.layers\.2", output_selector_index=0) + alignments
+        args = arguments(tmp_path / "run", teacher_placement=wish, fused_losses=fused, alpha=0.2, **OPTIONS)
+        given = {"train_dataset": Rows(), "data_collator": collate}
+        distiller = HolisticDistiller(source, alignments, student, args=args, **given)
+        found.append(finish(distiller))
+    # A layer and what comes into the head, of the width of the teacher; logits are twice as wide.
+    assert training_logs(distiller)[-1]["teacher_bytes"] == 2 * (4 * 12 * 32) * 4
+    check_equal(*found)
+
+
 def test_a_teacher_without_a_head(placement, tmp_path):
     for wish in (None, placement):
         alignment = {"encoder.layer.1": {"loss_function": "logit_lens_kl"}}

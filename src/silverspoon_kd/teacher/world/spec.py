@@ -31,7 +31,7 @@ class WorldSpec:
         rows: of a batch of the run.
         micro_batches: into how many parts "pp" cuts a request, so that its devices work at the same time.
         shares_head: whether the students want the teacher's output head.
-        without_logits: whether they want, where logits can be made of it, what that head takes in, and not ``taps``.
+        without_logits: as for :func:`~silverspoon_kd.teacher.facts.facts_of`.
     """
 
     source: str | Callable[[], nn.Module] | nn.Module
@@ -50,7 +50,7 @@ class WorldSpec:
     rows: int = 1
     micro_batches: int = 1
     shares_head: bool = False
-    without_logits: bool = False
+    without_logits: str | None = None
 
     @property
     def num_processes(self) -> int:
