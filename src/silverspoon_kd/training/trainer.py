@@ -2,7 +2,6 @@
 
 import atexit
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from accelerate.utils.deepspeed import DummyOptim
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
+from silverspoon_kd.ending import let_threads_finish
 from silverspoon_kd.errors import TrainingError
 from silverspoon_kd.objectives import Counts, Objective, positions_of
 from silverspoon_kd.optim import (
@@ -135,8 +135,8 @@ class DistillationTrainer(SavingTrainer):
         with sharding_enabled() if self.args.fsdp else deepspeed.accelerator_of_its_own(self.args):
             super().create_accelerator_and_postprocess()
         if dist.is_initialized():
-            atexit.unregister(_let_threads_finish)
-            atexit.register(_let_threads_finish)
+            atexit.unregister(let_threads_finish)
+            atexit.register(let_threads_finish)
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -392,9 +392,3 @@ class DistillationTrainer(SavingTrainer):
         for instrument in self._instruments:
             logs |= instrument.logs()
         return logs
-
-
-def _let_threads_finish() -> None:
-    # A gloo thread that lets go of a tensor while the interpreter ends aborts the process, after all its work is done
-    # (torch 2.13: the last holder of a tensor takes Python's lock, and Python ends threads that ask for it then).
-    time.sleep(0.1)

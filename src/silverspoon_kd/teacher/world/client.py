@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from silverspoon_kd.capture import LABEL_KEYS, Tap
+from silverspoon_kd.ending import let_threads_finish
 from silverspoon_kd.teacher.executor import TeacherExecutor, TeacherRun, check_ids
 from silverspoon_kd.teacher.facts import TeacherFacts
 from silverspoon_kd.teacher.world.codec import encode
@@ -143,3 +144,4 @@ def _end(world: World, link: Link, inbox: Inbox) -> None:
     world.close()
     inbox.close()
     link.close()
+    let_threads_finish()
