@@ -6,6 +6,7 @@ from silverspoon_kd.objectives.objective import (
     BlockwiseObjective,
     HolisticObjective,
     Objective,
+    OutputObjective,
     ResponseObjective,
     logits_alignment,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "FusedTask",
     "HolisticObjective",
     "Objective",
+    "OutputObjective",
     "Positions",
     "ResponseObjective",
     "TeacherSignals",

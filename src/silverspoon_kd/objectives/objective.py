@@ -41,12 +41,13 @@ class Objective(abc.ABC):
     def teacher_taps(self) -> list[Tap]:
         """What is needed of the teacher's forward, in the order in which it is taken."""
 
+    @abc.abstractmethod
     def substitutions(
         self, signals: TeacherSignals, projectors: nn.ModuleList
     ) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return, by student module, what replaces the hidden states it would take in."""
-        return {}
 
+    @abc.abstractmethod
     def head_step(
         self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool, task: FusedTask | None
     ) -> FusedStep | None:
@@ -58,78 +59,95 @@ class Objective(abc.ABC):
             keep_logits: the student's logits are wanted too, if there are no gradients.
             task: the student's own loss, to be computed there too; None: it is not asked for.
         """
-        if self.heads is None:
-            return None
-        alignment, name = self.alignments[self._at_head], self.names[self._at_head]
-        return FusedStep(name, alignment, self.heads, signals, positions, keep_logits=keep_logits, task=task)
 
+    @abc.abstractmethod
     def terms(
         self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
     ) -> list[Term]:
         """Return the loss terms of a batch from the recorded student values, without that of :meth:`head_step`."""
-        chosen = [index for index in range(len(self.alignments)) if self.heads is None or index != self._at_head]
-        return feature_terms(
-            [self.alignments[index] for index in chosen],
-            [self.names[index] for index in chosen],
-            values,
-            signals,
-            [projectors[index] for index in chosen],
-            positions,
-        )
-
-    @property
-    def _at_head(self) -> int:
-        """Index of the alignment that ``heads`` belong to."""
-        assert self.heads is not None
-        modules = [alignment.student_module_name for alignment in self.alignments]
-        return modules.index(self.heads.student.module)
 
 
-class HolisticObjective(Objective):
-    """All aligned modules learn together in the student's own forward; gradients flow through the whole student.
+class OutputObjective(Objective):
+    """What modules give out is compared; gradients flow through the whole student.
 
     Args:
         alignments: of the run.
         heads: of both models, where the loss of the alignment of the two is computed from what they take in.
     """
 
-    kind = "holistic"
-
     def __init__(self, alignments: Sequence[Alignment], heads: FusedHeads | None = None) -> None:
         self.alignments, self.names, self.heads = _own(alignments), alignment_names(alignments), heads
+
+    @abc.abstractmethod
+    def with_heads(self, heads: FusedHeads) -> "OutputObjective":
+        """Return the same, one loss of which is computed from what the heads take in."""
 
     @property
     def student_taps(self) -> list[Tap]:
         taps = list(map(student_output, self.alignments))
         if self.heads is not None:
-            taps[self._at_head] = self.heads.student_tap
+            taps[self._index_of(self.heads)] = self.heads.student_tap
         return _unique(taps)
 
     @property
     def teacher_taps(self) -> list[Tap]:
         taps = list(map(teacher_output, self.alignments))
         if self.heads is not None:
-            taps[self._at_head] = self.heads.teacher_tap
+            taps[self._index_of(self.heads)] = self.heads.teacher_tap
         return _unique(taps)
 
+    def substitutions(
+        self, signals: TeacherSignals, projectors: nn.ModuleList
+    ) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {}
+
+    def head_step(
+        self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool, task: FusedTask | None
+    ) -> FusedStep | None:
+        if self.heads is None:
+            return None
+        index = self._index_of(self.heads)
+        name, alignment = self.names[index], self.alignments[index]
+        return FusedStep(name, alignment, self.heads, signals, positions, keep_logits=keep_logits, task=task)
+
+    def terms(
+        self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
+    ) -> list[Term]:
+        fused = None if self.heads is None else self._index_of(self.heads)
+        dense = [index for index in range(len(self.alignments)) if index != fused]
+        return feature_terms(
+            [self.alignments[index] for index in dense],
+            [self.names[index] for index in dense],
+            values,
+            signals,
+            [projectors[index] for index in dense],
+            positions,
+        )
+
+    def _index_of(self, heads: FusedHeads) -> int:
+        modules = [alignment.student_module_name for alignment in self.alignments]
+        # The alignment of the logits names no module.
+        return modules.index("" if "" in modules else heads.student.module)
+
+
+class HolisticObjective(OutputObjective):
+    """All aligned modules learn together in the student's own forward."""
+
+    kind = "holistic"
+
     def with_heads(self, heads: FusedHeads) -> "HolisticObjective":
-        """Return the same, one loss of which is computed from what the heads take in."""
-        return type(self)(self.alignments, heads)
+        """Return the same, one loss of which is of what both heads give out, before the models scale and cap it."""
+        return HolisticObjective(self.alignments, heads.of_modules())
 
 
-class ResponseObjective(HolisticObjective):
-    """The student's logits learn from the teacher's (Hinton et al., "Distilling the Knowledge in a Neural Network").
-
-    Args:
-        alignments: the one of the logits.
-        heads: as for :class:`HolisticObjective`.
-    """
+class ResponseObjective(OutputObjective):
+    """The student's logits learn from the teacher's (Hinton et al., "Distilling the Knowledge in a Neural Network")."""
 
     kind = "response_based"
 
-    @property
-    def _at_head(self) -> int:
-        return 0
+    def with_heads(self, heads: FusedHeads) -> "ResponseObjective":
+        """Return the same, computed from what the heads take in."""
+        return ResponseObjective(self.alignments, heads)
 
 
 class BlockwiseObjective(Objective):
@@ -159,6 +177,16 @@ class BlockwiseObjective(Objective):
             alignment.student_module_name: _teacher_input_for(alignment, signals, projector)
             for alignment, projector in zip(self.alignments, projectors, strict=True)
         }
+
+    def head_step(
+        self, signals: TeacherSignals, positions: Positions, *, keep_logits: bool, task: FusedTask | None
+    ) -> FusedStep | None:
+        return None
+
+    def terms(
+        self, values: Mapping[Tap, Tensor], signals: TeacherSignals, projectors: nn.ModuleList, positions: Positions
+    ) -> list[Term]:
+        return feature_terms(self.alignments, self.names, values, signals, projectors, positions)
 
 
 def logits_alignment(loss: object, loss_kwargs: Mapping[str, object] | None) -> Alignment:

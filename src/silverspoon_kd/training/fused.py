@@ -12,7 +12,7 @@ from silverspoon_kd.capture.head_form import HeadForm, head_form, head_name
 from silverspoon_kd.distributed.plan import Plan
 from silverspoon_kd.errors import ConfigurationError
 from silverspoon_kd.losses.divergences import JensenShannon, KLDivergence, ReverseKL
-from silverspoon_kd.objectives import FusedHeads, HolisticObjective, Objective, ResponseObjective, conventions_of
+from silverspoon_kd.objectives import FusedHeads, Objective, OutputObjective, ResponseObjective, conventions_of
 from silverspoon_kd.student import StepOptions
 from silverspoon_kd.teacher import TeacherFacts
 from silverspoon_kd.training.arguments import TrainingArguments
@@ -35,7 +35,7 @@ def alignment_of_logits(objective: Objective, student: nn.Module) -> Alignment |
     if not found:
         return None
     alignment = found[0]
-    if not isinstance(objective, HolisticObjective):
+    if not isinstance(objective, OutputObjective):
         return f"{objective.kind} learns from what modules take in"
     modules = [each.teacher_module_name for each in objective.alignments]
     if len(found) > 1 or modules.count(alignment.teacher_module_name) > 1:
@@ -115,10 +115,8 @@ def settle(
         ConfigurationError: ``fused_losses=True`` cannot be.
     """
     teacher = facts.head_form
-    if isinstance(objective, HolisticObjective) and isinstance(student, HeadForm) and isinstance(teacher, HeadForm):
-        heads = FusedHeads(student, teacher)
-        aligned = not isinstance(objective, ResponseObjective)
-        return objective.with_heads(heads.of_modules() if aligned else heads), replace(plan, logits=FUSED)
+    if isinstance(objective, OutputObjective) and isinstance(student, HeadForm) and isinstance(teacher, HeadForm):
+        return objective.with_heads(FusedHeads(student, teacher)), replace(plan, logits=FUSED)
     reason = f"teacher: {teacher}" if isinstance(student, HeadForm) else student
     if args.fused_losses:
         raise ConfigurationError(
