@@ -56,7 +56,7 @@ def _compare(loss: str, vocabulary: int, options: argparse.Namespace) -> None:
     def start(way: str) -> str:
         command = [sys.executable, str(_HERE), "--way", way, "--loss", loss]
         command += ["--vocabulary", str(vocabulary), "--chunk-mib", str(options.chunk_mib)]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
         return subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     print(f"\n{loss}, {TOKENS} tokens, vocabulary {vocabulary}, float32: {start('check').strip()}")

@@ -53,7 +53,7 @@ def _start(mode: str, folder: Path) -> dict[str, Any]:
     ranks = 1 if mode == "one process" else 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(_HERE), "--mode", mode, "--folder", str(folder)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TRL_EXPERIMENTAL_SILENCE": "1"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     file = folder / f"{mode}.pt"
     if not file.exists():

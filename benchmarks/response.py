@@ -61,7 +61,7 @@ def _compare(case: str, options: argparse.Namespace) -> None:
         for way in found:
             command = [sys.executable, str(_HERE), "--case", case, "--way", way]
             command += ["--vocabulary", str(options.vocabulary)]
-            variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
             done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
             found[way].append(json.loads(done.stdout.splitlines()[-1]))
     losses = [run["losses"] for runs in found.values() for run in runs]

@@ -186,7 +186,7 @@ class Capture:
     def _keep(self, tap: Tap, value: Tensor) -> None:
         self.values[tap] = value.clone() if tap in self._trace.changed else value
         if not self._trace.learned:
-            self._versions[tap] = value._version
+            self._versions[tap] = _version(value)
 
     def _tell(self, taps: Sequence[Tap], call: int) -> None:
         if self._on_value is None or not self._trace.learned:
@@ -235,7 +235,7 @@ class Capture:
         self._trace.calls = dict(self._counts)
         # A module that started before the last tapped one ended is its parent: only those after it can be left out.
         self._trace.stop_before = after[0] if after and total else None
-        self._trace.changed = {tap for tap, version in self._versions.items() if self.values[tap]._version != version}
+        self._trace.changed = {tap for tap, version in self._versions.items() if _version(self.values[tap]) != version}
         self._trace.learned = True
 
     def _check_complete(self) -> None:
@@ -263,6 +263,11 @@ def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that changes when the tensor is changed in place; those of inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_checkpointed_layer(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from silverspoon_kd.capture.names import find_module
 from silverspoon_kd.capture.probe import probe
 from silverspoon_kd.capture.session import Capture, Tap, Trace, hidden_argument
+from silverspoon_kd.errors import AlignmentError
 from silverspoon_kd.tree import tensors_in
 
 logger = logging.getLogger(__name__)
@@ -84,8 +85,12 @@ def _passing_on(
     def compare(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             hidden, *others = output if isinstance(output, tuple) else (output,)
-            _, _, given = hidden_argument(args, kwargs, name)
-            if (hidden.shape, hidden.dtype) == (given.shape, given.dtype) and not list(tensors_in(others)):
+            try:
+                _, _, given = hidden_argument(args, kwargs, name)
+            except AlignmentError:  # called without a tensor
+                return
+            alike = isinstance(hidden, Tensor) and (hidden.shape, hidden.dtype) == (given.shape, given.dtype)
+            if alike and not list(tensors_in(others)):
                 found[name] = tuple(others) if isinstance(output, tuple) else None
 
         return hook

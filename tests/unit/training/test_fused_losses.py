@@ -305,6 +305,19 @@ def test_adapters_are_trained_without_logits(tmp_path, targets):
     same(tmp_path, lambda: (qwen3(1, **WIDE), lora(targets)[1]))
 
 
+def test_adapters_on_a_head_in_half_precision_are_as_close_as_its_rounding(tmp_path):
+    def models():
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        base = qwen3(2, layers=2, **WIDE).bfloat16()
+        return qwen3(1, **WIDE).bfloat16(), get_peft_model(
+            base, LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+        )
+
+    same(tmp_path, models, rel=5e-3)
+
+
 @pytest.mark.parametrize("changes", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
 def test_adapters_that_add_no_matrix_to_the_head_keep_the_logits(tmp_path, changes):
     distiller = build(tmp_path, (qwen3(1, **WIDE), lora(["q_proj", "lm_head"], **changes)[1]))
