@@ -7,7 +7,7 @@ needs (formulas below), memory over the size itself. Qwen3 models in float32, SG
     length      one row, response-based KL, teacher 6 layers of 256, student 4 of 128, vocabulary 8192
     vocabulary  256 tokens, else the same
     alignments  holistic, 48 layers of 64 on both sides; the last layers are always aligned, so both models run whole
-    ranks       student ranks beside one dedicated teacher of 376 MiB; memory of all processes together
+    ranks       student ranks beside one dedicated teacher of 1376 MiB; memory of all processes together
     lookahead   steps that a dedicated teacher may be ahead; memory of the student's process
 """
 
@@ -187,7 +187,7 @@ def _distiller(axis: str, value: int, folder: str, placement: Any) -> Any:
     elif axis == "alignments":
         sizes = {"teacher": (64, DEEP), "student": (64, DEEP)}
     elif axis == "ranks":
-        length, sizes["teacher"] = 32, (1024, 6)
+        length, sizes["teacher"] = 32, (2048, 6)
     else:
         rows = 16
     teacher, student = (_model(*size, vocabulary, seed) for seed, size in enumerate(sizes.values()))

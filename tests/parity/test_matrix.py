@@ -37,8 +37,8 @@ difference of the logged numbers (losses, gradient norms, learning rates, in all
 that of a run that was saved and resumed in the middle from one without a break. On CPU, in fp32.
 
 The last column is the same question put to the GKDTrainer of trl {trl}, which has response-based distillation with a
-teacher on every rank: the difference of its weights after four steps on two ranks from those of its own one process
-(`benchmarks/gkd.py`).
+teacher on every rank: the difference of its weights after four steps on two ranks from those of its own one process,
+with its defaults (`benchmarks/gkd.py`). With DDP the first loss that it logs is {first:.2f} of the one in that process.
 
 | distiller | student | wrapped as | teacher | logged numbers | weights | resumed | GKDTrainer, weights |
 |---|---|---|---|---|---|---|---|"""
@@ -140,7 +140,13 @@ def conformance(rows: list[tuple[Row, str, float, float, float]]) -> str:
     """The page with the figures."""
     versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
     gkd = json.loads(GKD.read_text())
-    lines = [HEAD.format(versions=f"{versions}, accelerate {accelerate.__version__}", trl=gkd["trl"])]
+    lines = [
+        HEAD.format(
+            versions=f"{versions}, accelerate {accelerate.__version__}",
+            trl=gkd["trl"],
+            first=gkd["modes"]["ddp"]["first loss"],
+        )
+    ]
     for row, wrapped, *numbers in rows:
         cells = (row.distiller, row.mode, wrapped, row.placement, *(f"{number:.0e}" for number in numbers))
         lines.append("| " + " | ".join((*cells, _of_gkd(gkd["modes"][row.mode], row))) + " |")
