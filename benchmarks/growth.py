@@ -8,7 +8,8 @@ needs (formulas below), memory over the size itself. Qwen3 models in float32, SG
     vocabulary  256 tokens, else the same
     alignments  holistic, 48 layers of 64 on both sides; the last layers are always aligned, so both models run whole
     ranks       student ranks beside one dedicated teacher of 1376 MiB; memory of all processes together
-    lookahead   steps that a dedicated teacher may be ahead; memory of the student's process
+    lookahead   steps that a dedicated teacher of 6 layers of 256 may be ahead of a student of 12, of 16 rows each;
+                memory of the student's process
 """
 
 import argparse
@@ -189,7 +190,8 @@ def _distiller(axis: str, value: int, folder: str, placement: Any) -> Any:
     elif axis == "ranks":
         length, sizes["teacher"] = 32, (2048, 6)
     else:
-        rows = 16
+        # A teacher that is much faster than the student, so that it is as far ahead as it may be.
+        rows, sizes["student"] = 16, (256, 12)
     teacher, student = (_model(*size, vocabulary, seed) for seed, size in enumerate(sizes.values()))
     ids = torch.randint(1, 1000, (8 * rows * (1 + STEPS), length), generator=torch.Generator().manual_seed(0))
     args = TrainingArguments(
@@ -210,9 +212,10 @@ def _distiller(axis: str, value: int, folder: str, placement: Any) -> Any:
     }
     if axis in ("length", "vocabulary", "ranks"):
         return ResponseBasedDistiller(student, teacher, **common)
-    depth, count = sizes["student"][1], value if axis == "alignments" else sizes["student"][1]
-    near = sorted({depth - 1 - round(step * depth / count) for step in range(count)})
-    names = {rf"model\.layers\.{each + sizes['teacher'][1] - depth}": f"model.layers.{each}" for each in near}
+    depth = sizes["teacher"][1]
+    count = value if axis == "alignments" else depth
+    far = sorted({depth - 1 - round(step * depth / count) for step in range(count)})
+    names = {rf"model\.layers\.{each}": f"model.layers.{each + sizes['student'][1] - depth}" for each in far}
     alignments = create_alignments(teacher, student, names, output_selector_index=0)
     return HolisticDistiller(teacher, alignments, student_model=student, **common)
 
