@@ -33,9 +33,10 @@ def replicated(tmp_path_factory):
     return run_example("replicated.py", tmp_path_factory.mktemp("replicated"))
 
 
-SOME = ["dedicated_tp.py", "full_example.py"]
+SOME = ["full_example.py"]
 ALL = [
     *SOME,
+    "dedicated_tp.py",
     "sharded.py",
     "dedicated_pp.py",
     "dedicated_sharded.py",

@@ -88,12 +88,10 @@ def test_the_head_of_a_teacher_given_by_its_folder(placement, tmp_path):
     check_equal(*found)
 
 
-@pytest.mark.parametrize("by_folder", [False, True], ids=["module", "folder"])
-def test_an_aligned_head_and_a_layer_without_logits(by_folder, placement, tmp_path):
+def test_an_aligned_head_and_a_layer_without_logits(placement, tmp_path):
     teacher, found = llama(0, initializer_range=0.1), []
     teacher.save_pretrained(tmp_path / "teacher")
-    for wish, fused in [(None, False), (placement, True)]:
-        source = str(tmp_path / "teacher") if wish is not None and by_folder else teacher
+    for wish, fused, source in [(None, False, teacher), (placement, True, str(tmp_path / "teacher"))]:
         student = llama(1, hidden=16, initializer_range=0.1)
         alignments = create_alignments(teacher, student, "lm_head", "kl_divergence", output_selector_index=0)
         alignments = create_alignments(teacher, student, r"model\.layers\.2", output_selector_index=0) + alignments

@@ -8,7 +8,7 @@ from silverspoon_kd.teacher.world.link import Link, Message
 
 logger = logging.getLogger(__name__)
 
-_GRACE = 10.0  # seconds
+_GRACE = 1.0  # seconds; others may wait in a collective for this process to end
 
 Answers = SimpleQueue[Message | Exception]
 
