@@ -167,8 +167,9 @@ class World:
         self._failure.stop()
         try:
             done = self.store.add("students_done", 1)
-            # After an error of ours the others may wait for this process to end, in a collective.
-            deadline = time.monotonic() + (0.5 if hasattr(sys, "last_type") else 5)
+            # After Ctrl-C the others may be in a collective, deaf to it until this process has ended.
+            interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt
+            deadline = time.monotonic() + (0.5 if interrupted else 5)
             while self._processes and done < self._spec.num_students and time.monotonic() < deadline:
                 time.sleep(0.02)
                 done = self.store.add("students_done", 0)
