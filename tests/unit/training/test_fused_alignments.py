@@ -90,6 +90,7 @@ def test_predictions_are_those_of_the_dense_way(tmp_path):
     for fused in (None, False):
         given = {"compute_metrics": lambda found: {"mean": float(abs(found.predictions[0]).mean())}}
         distiller = build(tmp_path, PAIRS["qwen3"](), given=given, fused_losses=fused)
+        assert (distiller.plan.logits == FUSED) is (fused is None)
         distiller.train()
         metrics.append({k: v for k, v in distiller.evaluate().items() if "loss" in k or "mean" in k})
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5) and metrics[0]["eval_mean"] > 0
@@ -156,7 +157,9 @@ def test_a_head_alone_is_trained_without_logits(tmp_path):
         alignments = create_alignments(teacher, student, HEAD, loss_function="kl_divergence")
         args = arguments(tmp_path, report_to="none", alpha=0.3, fused_losses=fused)
         given = {"train_dataset": Rows(32), "eval_dataset": Rows(4), "data_collator": collate}
-        found.append(outcome(HolisticDistiller(teacher, alignments, args=args, **given)))
+        distiller = HolisticDistiller(teacher, alignments, args=args, **given)
+        assert (distiller.plan.logits == FUSED) is (fused is None)
+        found.append(outcome(distiller))
     assert distance(found[0][0], found[1][0]) < 1e-6
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert one == pytest.approx(other, rel=2e-6)
