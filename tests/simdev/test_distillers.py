@@ -1,6 +1,7 @@
 """Whole runs on simulated devices give what they give on the CPU."""
 
 import gc
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,8 @@ def test_j_02_a_missing_wait_would_be_noticed(sim, broken, tmp_path, monkeypatch
     broken(monkeypatch)
     # The teacher's inputs are worked out on the student's stream.
     given = {"prepare_teacher_inputs": lambda batch: {**batch, "input_ids": batch["input_ids"] + 0}}
-    run("holistic", tmp_path, monkeypatch, "sim:0", overlap_teacher_forward=True, given=given)
+    with suppress(IndexError):  # token ids that are not there yet may be of no token
+        run("holistic", tmp_path, monkeypatch, "sim:0", overlap_teacher_forward=True, given=given)
     assert sim.races() != []
 
 
