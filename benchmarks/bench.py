@@ -33,7 +33,7 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(SCRIPTS)}.")
     sections = _sections()
     for name in names:
-        sections[name] = f"{_circumstances()}\n\n```text\n{_run(name)}\n```{_plots(name)}"
+        sections[name] = f"{_circumstances()}\n\n```text\n{_run(name)}\n```{_aside(name)}"
         ordered = [f"## {each}\n\n{sections[each]}" for each in SCRIPTS if each in sections]
         RESULTS.write_text("\n\n".join([HEAD.strip(), *ordered]) + "\n")
 
@@ -58,8 +58,10 @@ def _run(name: str) -> str:
     return f"$ python benchmarks/{name}.py\n{''.join(lines).strip()}"
 
 
-def _plots(name: str) -> str:
-    return "".join(f"\n\n![{plot.stem}]({name}/{plot.name})" for plot in sorted((HERE / name).glob("*.png")))
+def _aside(name: str) -> str:
+    notes = HERE / name / "notes.md"
+    plots = [f"![{plot.stem}]({name}/{plot.name})" for plot in sorted((HERE / name).glob("*.png"))]
+    return "".join(f"\n\n{each}" for each in [*plots, *([notes.read_text().strip()] if notes.exists() else [])])
 
 
 def _circumstances() -> str:

@@ -2,17 +2,19 @@
 
 Each size has its own process and one thread, one size after the other in each of several rounds; the figures are
 medians over the rounds. Beside a figure stands what a straight line says: time over the multiplications that the step
-needs (formulas below), memory over the size itself. Qwen3 models in float32, SGD.
+needs (formulas below), memory over the size itself, on top of the chunk of logits that a step holds at a time (it stops
+growing at a fixed size). Qwen3 models in float32, SGD.
 
     length      one row, response-based KL, teacher 6 layers of 256, student 4 of 128, vocabulary 8192
     vocabulary  256 tokens, else the same
     alignments  holistic, 48 layers of 64 on both sides; the last layers are always aligned, so both models run whole
     ranks       student ranks beside one dedicated teacher of 1376 MiB; memory of all processes together
-    lookahead   steps that a dedicated teacher of 6 layers of 256 may be ahead of a student of 12, of 16 rows each;
-                memory of the student's process
+    lookahead   steps of 16 rows that a dedicated teacher of 6 layers of 128 may be ahead of a student of 8; memory of
+                the student's process
 """
 
 import argparse
+import ctypes
 import json
 import os
 import resource
@@ -66,11 +68,11 @@ def _grow(axis: str, rounds: int) -> None:
     values = list(found)
     peaks = [statistics.median(run["peak"] for run in found[value]) for value in values]
     print(f"\n{axis:<12}{'peak MiB':>10}{'/ line':>8}", end="")
-    columns = {"peak MiB": (peaks, _line(values, peaks))}
+    columns = {"peak MiB": (peaks, _line(values, peaks, [_chunk(axis, value) for value in values]))}
     work = [_work(axis, value) for value in values]
     if axis not in UNTIMED:
         times = [statistics.median(run["cpu"] for run in found[value]) for value in values]
-        columns["CPU ms"] = (times, _line(work, times))
+        columns["CPU ms"] = (times, _line(work, times, [0.0] * len(work)))
         print(f"{'CPU ms':>10}{'/ line':>8}{'multiplications':>18}", end="")
     print()
     for index, value in enumerate(values):
@@ -81,12 +83,21 @@ def _grow(axis: str, rounds: int) -> None:
     _draw(axis, values, columns)
 
 
-def _line(over: list[float], measured: list[float]) -> list[float]:
-    """Return the straight line whose largest relative distance is small: least squares of the relative distance."""
+def _line(over: list[float], measured: list[float], known: list[float]) -> list[float]:
+    """Return what is known plus a straight line, by least squares of the relative distance from what was measured."""
     import numpy as np
 
-    slope, start = np.polyfit(over, measured, 1, w=1 / np.array(measured))
-    return [start + slope * each for each in over]
+    slope, start = np.polyfit(over, np.array(measured) - known, 1, w=1 / np.array(measured))
+    return [start + slope * each + above for each, above in zip(over, known, strict=True)]
+
+
+def _chunk(axis: str, value: int) -> float:
+    """Return the MiB of logits, of both models, that a response-based step holds at a time."""
+    from silverspoon_kd.losses.fused import DEFAULT_CHUNK_BYTES
+
+    sizes = {"length": (value, VOCABULARY), "vocabulary": (TOKENS, value)}
+    tokens, vocabulary = sizes.get(axis, (0, 0))
+    return min(DEFAULT_CHUNK_BYTES, 2 * 4 * tokens * vocabulary) / 2**20
 
 
 def _work(axis: str, value: int) -> float:
@@ -167,9 +178,11 @@ def _measure(axis: str, value: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         distiller = _distiller(axis, value, folder, placement)
         distiller.add_callback(Clock())
-        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+        ctypes.CDLL(None).malloc_trim(0)  # what making the models has left free must not count as there
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = _peak()
         distiller.train()
-    peak = max(totals) if axis == "ranks" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    peak = max(totals) if axis == "ranks" else _peak() - before
     gaps = [1000 * (second - first) for first, second in pairwise(times)]
     return {"cpu": statistics.median(gaps), "peak": peak}
 
@@ -191,7 +204,7 @@ def _distiller(axis: str, value: int, folder: str, placement: Any) -> Any:
         length, sizes["teacher"] = 32, (2048, 6)
     else:
         # A teacher that is much faster than the student, so that it is as far ahead as it may be.
-        rows, sizes["student"] = 16, (256, 12)
+        rows, sizes = 16, {"teacher": (128, 6), "student": (128, 8)}
     teacher, student = (_model(*size, vocabulary, seed) for seed, size in enumerate(sizes.values()))
     ids = torch.randint(1, 1000, (8 * rows * (1 + STEPS), length), generator=torch.Generator().manual_seed(0))
     args = TrainingArguments(
@@ -218,6 +231,10 @@ def _distiller(axis: str, value: int, folder: str, placement: Any) -> Any:
     names = {rf"model\.layers\.{each}": f"model.layers.{each + sizes['student'][1] - depth}" for each in far}
     alignments = create_alignments(teacher, student, names, output_selector_index=0)
     return HolisticDistiller(teacher, alignments, student_model=student, **common)
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _of_all_processes() -> float:

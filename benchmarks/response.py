@@ -25,7 +25,7 @@ sys.path.insert(0, str(_HERE.parent.parent / "src"))
 
 WAYS = {"without logits": None, "whole logits": False}
 GKD = "TRL GKDTrainer"
-# Its losses between the two models, and the name that it gives them.
+# Its losses between the two models, and the name that it gives them; the cases by default.
 BETAS = {"KL": 0.0, "JSD": 0.5}
 CASES: dict[str, dict[str, Any]] = {
     "KL": {"soft_loss_fn": "kl_divergence"},
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES))
+    parser.add_argument("--case", choices=CASES, nargs="+", default=list(BETAS))
     parser.add_argument("--way", choices=[*WAYS, GKD], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:

@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from silverspoon_kd.capture.inputs import InputView
-from silverspoon_kd.capture.names import base_of, named_modules
+from silverspoon_kd.capture.names import base_of, embeddings_of, named_modules
 from silverspoon_kd.capture.probe import attributes_kept, evaluating, probe
 from silverspoon_kd.capture.selectors import select_logits
 from silverspoon_kd.tree import map_tensors
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def head_form(
 
 def head_name(model: nn.Module) -> str | None:
     """Return the clean name of a model's output head, None if it has none."""
-    head = _output_embeddings(base_of(model))
+    head = embeddings_of(model, "output")
     return None if head is None else _name_of(model, head)
 
 
@@ -100,7 +98,7 @@ def head_tensors(head: Any) -> tuple[Tensor, Tensor | None]:
 
 def _usable_head(base: Any, adapters: bool) -> Any:
     """Return the head, or why it has no form."""
-    head = _output_embeddings(base)
+    head: Any = embeddings_of(base, "output")
     if head is None:
         return "there is no output head (get_output_embeddings)"
     linear = head.get_base_layer() if adapters and hasattr(head, "get_delta_weight") else head
@@ -113,13 +111,6 @@ def _usable_head(base: Any, adapters: bool) -> Any:
     if linear is not head and not _adds_a_matrix(head):
         return "the output head has adapters that do more than add a matrix, such as dropout"
     return head
-
-
-def _output_embeddings(base: Any) -> Any:
-    try:
-        return base.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str | None:
@@ -205,8 +196,8 @@ def _loss_is_plain(
     if "labels" not in view.names:
         return False
     labels = (torch.arange(logits[..., 0].numel()) * 7 % logits.shape[-1]).view(logits.shape[:-1])
-    labels[0, -1] = IGNORED
-    count = labels != IGNORED
+    labels[0, -1] = -100
+    count = labels != -100
     wanted, expected = labels, logits
     if shifts:
         wanted, expected, count = labels[:, 1:], logits[:, :-1], count[:, 1:]
@@ -214,7 +205,7 @@ def _loss_is_plain(
     output = _replayed(base, {**inputs, "labels": labels, **extra}, forwards)
     loss = output["loss"] if isinstance(output, Mapping) else output[0]
     wanted = wanted.to(logits.device).flatten()
-    return _equal(functional.cross_entropy(expected.flatten(0, 1), wanted, ignore_index=IGNORED), loss)
+    return _equal(functional.cross_entropy(expected.flatten(0, 1), wanted), loss)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -5,7 +5,7 @@ written with clean names once and finds its module before and after wrapping.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -32,6 +32,15 @@ def base_of(model: nn.Module) -> nn.Module:
             current = current.get_base_model()
         else:
             return current
+
+
+def embeddings_of(model: nn.Module, which: Literal["input", "output"]) -> nn.Module | None:
+    """Return the input embeddings or the output head of a transformers model; None where it has or knows none."""
+    try:
+        found = getattr(base_of(model), f"get_{which}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None
 
 
 def clean_name(name: str) -> str:

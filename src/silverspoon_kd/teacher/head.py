@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from silverspoon_kd.capture import base_of
+from silverspoon_kd.capture import embeddings_of
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Head:
 
 def head_module(model: nn.Module) -> nn.Module | None:
     """Return the model's output embeddings if they are a matrix of numbers, else None."""
-    base: Any = base_of(model)
-    found = getattr(base, "get_output_embeddings", lambda: None)()
+    found = embeddings_of(model, "output")
     weight = getattr(found, "weight", None)
     usable = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point() and not weight.is_meta
     return found if usable else None

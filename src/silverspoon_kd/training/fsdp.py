@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from silverspoon_kd.capture import Tap, base_of, find_module, keeps_to_itself, wrap_units
+from silverspoon_kd.capture import Tap, embeddings_of, find_module, keeps_to_itself, wrap_units
 from silverspoon_kd.errors import ConfigurationError, PlacementError
 from silverspoon_kd.student import StudentRoot
 from silverspoon_kd.training.arguments import TrainingArguments
@@ -144,12 +144,8 @@ def _ends(student: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     found: list[nn.Module] = []
     if not blocks:
         return found
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            module = getattr(base_of(student), name)()
-        except (AttributeError, NotImplementedError):
-            continue
-        if isinstance(module, nn.Module) and id(module) not in inside and keeps_to_itself(module, student):
+    for module in (embeddings_of(student, "input"), embeddings_of(student, "output")):
+        if module is not None and id(module) not in inside and keeps_to_itself(module, student):
             found.append(module)
     return found
 

@@ -39,7 +39,7 @@ class WorldRun(TeacherRun):
         self._parts: dict[int, dict[tuple[int, int], Tensor]] = {}
         self._num_parts: dict[int, int] = {}
         self._whole: dict[tuple[int, ...], Tensor] = {}
-        self._waited, self._received = 0.0, 0
+        self._waited, self._received, self._crossing = 0.0, 0, 0.0
 
     def take(self, tap: Tap) -> Tensor:
         index = self._index[tap]
@@ -56,7 +56,7 @@ class WorldRun(TeacherRun):
         return self._whole[same]
 
     def costs(self) -> Mapping[str, float]:
-        return {"teacher_wait": self._waited, "teacher_bytes": self._received}
+        return {"teacher_wait": self._waited, "teacher_bytes": self._received, "teacher_link": self._crossing}
 
     def close(self) -> None:
         self._parts, self._whole = {}, {}
@@ -81,6 +81,7 @@ class WorldRun(TeacherRun):
         if "error" in content:
             self._world.fail(content["error"])
         self._received += sum(tensor.nbytes for tensor in message.tensors)
+        self._crossing += message.seconds
         self._num_parts[message.source] = content["parts"]
         key = message.source, content["part"]
         value = self._parts[content["same_as"]][key] if "same_as" in content else message.tensors[0]

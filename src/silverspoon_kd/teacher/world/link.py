@@ -12,6 +12,7 @@ until that is done, sends, and keeps the memory until it is taken: the forward t
 import json
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,11 +59,13 @@ class Message:
         content: the JSON part.
         tensors: in the order in which they were sent, on CPU, views of one buffer.
         source: rank of the sender.
+        seconds: that the tensors took to cross.
     """
 
     content: dict[str, Any]
     tensors: list[Tensor]
     source: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -148,14 +151,16 @@ class Link:
             source = work._source_rank()
         else:
             self._group.recv([header], source, _BLOCK).wait(self._timeout)
+        begun = time.perf_counter()
         length, nbytes = _LENGTHS.unpack_from(block)
         buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         if nbytes:
             self._group.recv([buffer], source, _BUFFER).wait(self._timeout)
+        seconds = time.perf_counter() - begun
         inside = length > _ROOM
         text = buffer[:length].numpy().tobytes() if inside else block[_LENGTHS.size : _LENGTHS.size + length]
         content = json.loads(text)
-        return Message(content, _views(buffer, content.pop("tensors"), length if inside else 0), source)
+        return Message(content, _views(buffer, content.pop("tensors"), length if inside else 0), source, seconds)
 
     def close(self) -> None:
         """End the threads that send."""
