@@ -44,28 +44,28 @@ def test_two_streams_work_at_the_same_time_and_one_does_not(async_sim):
     def run(streams):
         for stream in streams:
             with stream:
-                async_sim.sleep_ms(300)
+                async_sim.sleep_ms(600)
         launched = time.perf_counter()
         for stream in streams:
             stream.synchronize()
         return launched
 
     one, other = torch.Stream(device="sim:0"), torch.Stream(device="sim:0")
-    assert seconds(lambda: run([one, one])) >= 0.6
+    assert seconds(lambda: run([one, one])) >= 1.2
     start = time.perf_counter()
     launched = run([one, other])
-    assert launched - start < 0.25  # does not wait for any of them
-    assert 0.3 <= time.perf_counter() - start < 0.55
+    assert launched - start < 0.5  # does not wait for any of them
+    assert 0.6 <= time.perf_counter() - start < 1.1
 
 
 def test_the_host_goes_on_until_it_needs_a_number(async_sim):
     torch.ones(3, device="sim:0").mul(2).sum().item()  # the first use of an operation looks up its shapes
     start = time.perf_counter()
-    async_sim.sleep_ms(300)
+    async_sim.sleep_ms(600)
     total = (torch.ones(3, device="sim:0") * 2).sum()
-    assert time.perf_counter() - start < 0.25
+    assert time.perf_counter() - start < 0.5
     assert total.item() == 6.0
-    assert time.perf_counter() - start >= 0.3
+    assert time.perf_counter() - start >= 0.6
 
 
 def test_events_tell_when_they_are_reached(async_sim):

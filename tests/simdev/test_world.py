@@ -132,16 +132,16 @@ def test_sending_waits_for_nothing_and_sends_what_was_there(sim):
     sim.sync_ops()
     start = time.perf_counter()
     with sim.device(1):
-        sim.sleep_ms(300)
+        sim.sleep_ms(600)
     made = value * 2
     teacher.send(1, {"id": 1}, [made, value.t(), torch.ones(2)])
     teacher.send(1, {"id": 2}, [torch.ones(1)])  # does not overtake
-    assert time.perf_counter() - start < 0.25
+    assert time.perf_counter() - start < 0.5
     assert sim.sync_ops() == {}
     del made
     torch.zeros(2, 3, device="sim:1")  # could get the same memory
     message = student.receive(0)
-    assert time.perf_counter() - start >= 0.3
+    assert time.perf_counter() - start >= 0.6
     assert [each.tolist() for each in message.tensors] == [[[0, 2, 4], [6, 8, 10]], [[0, 3], [1, 4], [2, 5]], [1, 1]]
     assert all(each.is_pinned() for each in message.tensors)
     assert student.receive(0).content == {"id": 2}
@@ -157,13 +157,13 @@ def test_the_teachers_stream_does_not_wait_for_the_copy(sim):
     student.receive(0)
     sim.synchronize(1)
     with teacher._streams[value.device]:
-        sim.sleep_ms(300)
+        sim.sleep_ms(600)
     teacher.send(1, {}, [value])
     start = time.perf_counter()
     assert (value + 1).tolist() == [2.0] * 4
-    assert time.perf_counter() - start < 0.2
+    assert time.perf_counter() - start < 0.4
     student.receive(0)
-    assert time.perf_counter() - start >= 0.2
+    assert time.perf_counter() - start >= 0.4
     teacher.close()
 
 

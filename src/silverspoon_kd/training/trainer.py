@@ -17,6 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from silverspoon_kd.ending import let_threads_finish
 from silverspoon_kd.errors import TrainingError
+from silverspoon_kd.host_memory import keep_freed_memory
 from silverspoon_kd.objectives import Counts, Objective, positions_of
 from silverspoon_kd.optim import (
     STUDENT_GROUP,
@@ -325,6 +326,8 @@ class DistillationTrainer(SavingTrainer):
         self._first_step_checked = False
         self._step_values, self._num_steps = RunningMeans(), 0
         self._teacher_costs.clear()
+        if self.args.device.type == "cpu":
+            keep_freed_memory()
         if self.is_deepspeed_enabled:  # an engine of an earlier call is spent
             self.model_wrapped, self.deepspeed = self.model, None
         with only_trainable(self.root, self._trainable), flags_kept_on_error(self.root):

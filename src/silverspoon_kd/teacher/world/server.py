@@ -17,6 +17,7 @@ from silverspoon_kd.capture import Capture, InputView, Tap, Trace, base_of
 from silverspoon_kd.capture.head_form import HeadForm
 from silverspoon_kd.capture.probe import example_inputs
 from silverspoon_kd.errors import DataError, PlacementError
+from silverspoon_kd.host_memory import keep_freed_memory
 from silverspoon_kd.teacher.facts import divides_by_rows, facts_of, taps_in_effect
 from silverspoon_kd.teacher.sharding import free_gathered
 from silverspoon_kd.teacher.world.codec import decode
@@ -71,6 +72,8 @@ class Server:
         self._link = Link(self._store, students + self._rank, students + self._size, limit, None, pinned=pinned)
         if self._head is not None:
             self._head.close()
+        if self._spec.device_type == "cpu":
+            keep_freed_memory()
         while True:
             self._serve(self._next())
 

@@ -1,16 +1,16 @@
 """How a module reaches other processes of its node without a second copy of its weights."""
 
-import ctypes
 import io
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
+
+from silverspoon_kd.host_memory import return_freed_memory
 
 
 class SharedWeights:
@@ -68,8 +68,8 @@ def share_weights(module: nn.Module) -> SharedWeights:
         kept += tensor.numel() * tensor.element_size()
         if kept > total // 16:
             kept = 0
-            _return_freed_memory()
-    _return_freed_memory()
+            return_freed_memory()
+    return_freed_memory()
     return shared
 
 
@@ -78,7 +78,7 @@ def adopt_weights(module: nn.Module, path: str, nbytes: int, places: Sequence[in
     base = map_file(path, nbytes)
     for tensor, place in zip(_cpu_tensors(module), places, strict=True):
         tensor.data = _view(base, place, tensor)
-    _return_freed_memory()
+    return_freed_memory()
 
 
 def places_in(shared: SharedWeights, module: nn.Module) -> list[int]:
@@ -119,12 +119,6 @@ class _Pickler(cloudpickle.Pickler):
                 layout = (obj.dtype, tuple(obj.shape), obj.stride())
                 return _rebuild, (place, *layout, isinstance(obj, nn.Parameter))
         return super().reducer_override(obj)
-
-
-def _return_freed_memory() -> None:
-    """Ask the C library to give what was freed back to the system; glibc may keep hundreds of megabytes otherwise."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _rebuild(place: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], parameter: bool) -> Tensor:

@@ -1,0 +1,36 @@
+"""Memory that one step frees is there for the next."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource, sys, torch
+from silverspoon_kd.host_memory import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+before = 0
+for step in range(12):
+    if step == 2:
+        before = faults()
+    activations = [torch.ones(2**18) for _ in range(40)]
+    del activations
+print((faults() - before) / 10)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
+def test_steps_do_not_ask_for_their_memory_again():
+    def faults(way: str) -> float:
+        command = [sys.executable, "-c", STEPS, way]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    pages = 40 * 2**20 / 4096
+    assert faults("left alone") > 0.9 * pages
+    assert faults("kept") < 0.01 * pages
