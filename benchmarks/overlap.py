@@ -26,7 +26,7 @@ WAYS = {
     "lookahead 1": {"overlap_teacher_forward": True, "teacher_lookahead": 1},
 }
 # Layers of the teacher, so that it takes about as long as a step of the student.
-TEACHER_LAYERS = {"holistic": 11, "blockwise": 11}
+TEACHER_LAYERS = {"holistic": 13, "blockwise": 13}
 STUDENT_LAYERS, WIDTH, ROWS, LENGTH, WARM_UP = 4, 256, 4, 128, 3
 
 
