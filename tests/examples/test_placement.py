@@ -33,9 +33,9 @@ def replicated(tmp_path_factory):
     return run_example("replicated.py", tmp_path_factory.mktemp("replicated"))
 
 
-SOME = ["full_example.py"]
+EXTENDED = pytest.mark.skipif(not WHOLE_TABLE, reason="make test-extended runs it")
 ALL = [
-    *SOME,
+    "full_example.py",
     "dedicated_tp.py",
     "sharded.py",
     "dedicated_pp.py",
@@ -50,14 +50,15 @@ def test_every_example_is_among_them():
     assert {path.name for path in FOLDER.glob("*.py")} == {"your_data.py", "replicated.py", THREE, *ALL}
 
 
-@pytest.mark.parametrize("name", ALL if WHOLE_TABLE else SOME)
+@EXTENDED
+@pytest.mark.parametrize("name", ALL)
 def test_placements_give_the_same_losses(name, replicated, tmp_path):
     assert len(replicated) == 4
     assert run_example(name, tmp_path) == pytest.approx(replicated, rel=1e-3)
     assert not list(Path("/dev/shm").glob("*silverspoon*"))
 
 
-@pytest.mark.skipif(not WHOLE_TABLE, reason="make test-extended runs it")
+@EXTENDED
 def test_three_student_ranks_give_the_losses_of_three_with_copies(tmp_path):
     wanted = run_example("replicated.py", tmp_path, ranks=3)
     assert len(wanted) == 4
