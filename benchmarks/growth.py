@@ -14,7 +14,6 @@ growing at a fixed size). Qwen3 models in float32, SGD.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import resource
@@ -164,6 +163,8 @@ def _measure(axis: str, value: int) -> dict[str, float]:
     import torch
     import transformers
 
+    from silverspoon_kd.host_memory import return_freed_memory
+
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     times: list[float] = []
@@ -178,7 +179,7 @@ def _measure(axis: str, value: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         distiller = _distiller(axis, value, folder, placement)
         distiller.add_callback(Clock())
-        ctypes.CDLL(None).malloc_trim(0)  # what making the models has left free must not count as there
+        return_freed_memory()  # what making the models has left free must not count as there
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _peak()
         distiller.train()

@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from silverspoon_kd.training import trainer
+from support.distil import make
+
 STEPS = """
 import resource, sys, torch
 from silverspoon_kd.host_memory import keep_freed_memory
@@ -34,3 +37,12 @@ def test_steps_do_not_ask_for_their_memory_again():
     pages = 40 * 2**20 / 4096
     assert faults("left alone") > 0.9 * pages
     assert faults("kept") < 0.01 * pages
+
+
+def test_training_on_a_cpu_keeps_it(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(trainer, "keep_freed_memory", lambda: calls.append("kept"))
+    distiller = make("response", tmp_path, max_steps=1, report_to="none")
+    assert calls == []
+    distiller.train()
+    assert calls == ["kept"]
