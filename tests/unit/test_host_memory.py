@@ -10,7 +10,7 @@ from silverspoon_kd.training import trainer
 from support.distil import make
 
 STEPS = """
-import resource, sys, torch
+import resource, sys
 from silverspoon_kd.host_memory import keep_freed_memory
 
 def faults():
@@ -22,7 +22,7 @@ before = 0
 for step in range(12):
     if step == 2:
         before = faults()
-    activations = [torch.ones(2**18) for _ in range(40)]
+    activations = [b"x" * 2**20 for _ in range(40)]
     del activations
 print((faults() - before) / 10)
 """
